@@ -15,11 +15,11 @@ Source: Graves, Fernandez, Gomez, Schmidhuber 2006, sections 3 and 4.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17}  # a chunk of float32 logits stays in a core's cache; elsewhere few, large kernels
 _CHUNK_ELSEWHERE = 1 << 26
@@ -37,7 +37,7 @@ def minimum_frames(targets: Int[Tensor, "B U"], target_lengths: Int[Tensor, "B"]
 
 def frames_needed(tokens: Sequence[int]) -> int:
     """Fewest frames that can carry a token list: `minimum_frames` for one plain list."""
-    return len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False))
+    return len(tokens) + sum(a == b for a, b in pairwise(tokens))
 
 
 def feasible(
@@ -63,7 +63,7 @@ def ctc_loss(
     No (B, T, V) tensor is made but the gradient. Targets hold no blank within their length.
     An infeasible target has loss inf and a gradient of exactly zero, never NaN: see `feasible`.
     An empty target costs -sum_t log p(blank); no frames and no target cost 0.
-    Differentiable once. Raises ValueError for shapes that disagree, and on the CPU for lengths or ids out of range
+    Differentiable once: create_graph=True raises RuntimeError. Raises ValueError for shapes that disagree, and on the CPU for lengths or ids out of range
     (elsewhere the check would have to wait for the device).
     Source: Graves et al. 2006, equations 6 to 16.
     """
@@ -142,8 +142,9 @@ class _NegativeLogLikelihood(torch.autograd.Function):
         return -log_likelihood
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grad_outputs):
+        if torch.is_grad_enabled():  # once_differentiable would lose the second derivative without a word
+            raise RuntimeError("ctc_loss has no second derivative: take its gradient without create_graph=True")
         logits, log_normaliser, columns, occupancy, keep = ctx.saved_tensors
         n_frames, vocabulary = logits.shape[1:]
         scale = torch.where(keep, grad_outputs[0].to(occupancy.dtype)[:, None], 0).reshape(-1, 1)
