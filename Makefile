@@ -25,10 +25,10 @@ check: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
-	.venv/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 docs: venv
-	.venv/bin/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
 
 venv:
 	@scripts/setup dev
