@@ -7,7 +7,6 @@ installed, and the machine's own `sources.list` says where to fetch from.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 import shutil
@@ -105,15 +104,23 @@ class Packages:
     def read(self, download: Download, suffixes: tuple[str, ...]) -> dict[str, bytes]:
         """Regular files of a package that end in one of the suffixes, by their path."""
         archive = self.debs / download.file
-        result = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(archive)], capture_output=True, check=False)
-        if result.returncode:
-            raise UserError(f"{archive}: {_last_line(result.stderr.decode(errors='replace'))}; delete it and run again")
         files = {}
-        with tarfile.open(fileobj=io.BytesIO(result.stdout)) as tar:
-            for member in tar:
-                content = tar.extractfile(member) if member.isreg() and member.name.endswith(suffixes) else None
-                if content is not None:
-                    files[member.name.removeprefix("./")] = content.read()
+        with subprocess.Popen(
+            ["dpkg-deb", "--fsys-tarfile", str(archive)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as unpack:
+            assert unpack.stdout is not None
+            try:
+                with tarfile.open(fileobj=unpack.stdout, mode="r|") as tar:
+                    for member in tar:
+                        if member.isreg() and member.name.endswith(suffixes):
+                            content = tar.extractfile(member)
+                            assert content is not None, "a regular member has content"
+                            files[member.name.removeprefix("./")] = content.read()
+                unpack.stdout.read()
+            except tarfile.TarError:
+                raise UserError(f"{archive}: damaged package; delete it and run again") from None
+        if unpack.returncode:
+            raise UserError(f"{archive}: damaged package; delete it and run again")
         return files
 
     def _complete(self, download: Download) -> bool:

@@ -58,8 +58,8 @@ def read_catalogues(files: Files, language: str, dropped: Counter[str]) -> Itera
 def read_mo(data: bytes) -> Iterator[tuple[str, str | None]]:
     """Messages and translations of a compiled gettext catalogue (GNU gettext manual, "MO Files").
 
-    A plural message gives its singular and its plural where the language has two forms; with another number of forms the
-    translation is None. Contexts are dropped. Data that is not a catalogue gives nothing.
+    A plural message gives its singular and its plural where the language has two forms; with another number of forms
+    the translation is None. Contexts are dropped. Data that is not a catalogue gives nothing.
     """
     order = MO_MAGIC.get(data[:4])
     if order is None or len(data) < 20:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,10 @@ from hasten.data.corpus import Pair
 WORD = re.compile(r"\w+")
 HELD_OUT = ("valid", "test")
 LARGEST_DOCUMENT = 0.1
-"""A document above this share of a held-out split's size stays in training, so that no one document rules the split."""
+"""A document above this share of a held-out split stays in training, unless half of all documents are as large."""
+
+LONG_ENOUGH = 5
+"""Trigrams from which a sentence is too specific to stand in another by chance."""
 
 
 class Sizes(NamedTuple):
@@ -33,30 +36,35 @@ class Splits:
 
 
 def split_corpus(
-    groups: dict[str, list[Pair]], sizes: Sizes, seed: int, overlap: float = 0.7, outside: Sequence[str] = ()
+    groups: dict[str, list[Pair]],
+    sizes: Sizes,
+    seed: int,
+    overlap: float = 0.7,
+    outside: Sequence[str] = (),
+    one_target: bool = True,
 ) -> Splits:
     """Split groups of pairs (one group a source) into train, valid, test and, for `outside` groups, test-ood.
 
     A document goes to one split as a whole, chosen by a hash of its key and the seed, in proportion to the sizes of the
-    groups. An English string found in several documents is kept once: in train when one of them is there, with its most
-    frequent translation in that split. Held-out pairs close to a training pair go (`near_duplicates`); as that share is
-    only known afterwards, the choice is made a second time with the sizes scaled by it.
+    groups. A source string found in several splits stays in one, in train before the others; with `one_target` it keeps
+    only its most frequent translation there, as it always does outside train. Held-out pairs close to a training pair
+    go (`near_duplicates`); as their share is only known afterwards, the choice is made twice, then with scaled sizes.
     """
     inside = {name: pairs for name, pairs in groups.items() if name not in outside}
     foreign = [pair for name in groups if name in outside for pair in groups[name]]
     wanted = sizes
     for last in (False, True):
-        where = choose_documents(inside, wanted, seed)
-        splits, elsewhere = _unique_sources([pair for pairs in inside.values() for pair in pairs], foreign, where)
+        by_split = _by_split(inside, foreign, choose_documents(inside, wanted, seed))
+        splits, elsewhere = _unique_sources(by_split, one_target)
         removed = _remove_near_duplicates(splits, overlap)
         if not last:
-            wanted = Sizes(
-                *(_scaled(size, len(splits.get(name, ()))) for name, size in zip(HELD_OUT, sizes, strict=True))
-            )
+            found = Sizes(*(len(splits[name]) for name in HELD_OUT))
+            wanted = Sizes(_scaled(sizes.valid, found.valid), _scaled(sizes.test, found.test))
     return Splits(splits, {name: {"source elsewhere": elsewhere[name], **removed[name]} for name in removed})
 
 
 def _scaled(wanted: int, found: int) -> int:
+    """The size to ask for so that about `wanted` pairs stay, at most twice as many."""
     return min(2 * wanted, wanted * wanted // found) if found else wanted
 
 
@@ -66,20 +74,26 @@ def choose_documents(groups: dict[str, list[Pair]], sizes: Sizes, seed: int) -> 
     Each group fills its proportional share of a split with documents in the order of their hash, skipping those that no
     longer fit; what the groups could not fill is then filled from all documents in the same order.
     """
-    weights = {name: Counter(pair.document for pair in _distinct(pairs)) for name, pairs in groups.items()}
+    weights = {name: _document_weights(pairs) for name, pairs in groups.items()}
     total = sum(sum(documents.values()) for documents in weights.values())
     order = {name: sorted(documents, key=lambda document: _hash(document, seed)) for name, documents in weights.items()}
     everything = {document: weight for documents in weights.values() for document, weight in documents.items()}
+    typical = sorted(everything.values())[len(everything) // 2] if everything else 1
     overall = sorted(everything, key=lambda document: _hash(document, seed))
     chosen: dict[str, str] = {}
     for split, size in zip(HELD_OUT, sizes, strict=True):
-        largest = max(1, int(LARGEST_DOCUMENT * size))
+        largest = max(typical, int(LARGEST_DOCUMENT * size))
         for name, documents in weights.items():
             quota = size * sum(documents.values()) / max(1, total)
             _fill(chosen, split, order[name], documents, quota, largest)
         filled = sum(everything[document] for document, where in chosen.items() if where == split)
         _fill(chosen, split, overall, everything, size - filled, largest)
     return chosen
+
+
+def _document_weights(pairs: Iterable[Pair]) -> Counter[str]:
+    """Distinct source strings of every document."""
+    return Counter(document for document, _ in {(pair.document, pair.source): None for pair in pairs})
 
 
 def _fill(
@@ -91,33 +105,40 @@ def _fill(
             quota -= weights[document]
 
 
-def _distinct(pairs: Iterable[Pair]) -> set[Pair]:
-    return {Pair(pair.source, "", pair.document) for pair in pairs}
-
-
 def _hash(document: str, seed: int) -> str:
     return hashlib.sha256(f"{seed}:{document}".encode()).hexdigest()
 
 
-def _unique_sources(
-    inside: Sequence[Pair], foreign: Sequence[Pair], where: dict[str, str]
-) -> tuple[dict[str, list[Pair]], Counter[str]]:
-    """One pair for each source string, in the first of train, test, valid, test-ood that holds it.
+def _by_split(inside: dict[str, list[Pair]], foreign: Sequence[Pair], where: dict[str, str]) -> dict[str, list[Pair]]:
+    by_split: dict[str, list[Pair]] = {name: [] for name in ("train", "valid", "test")}
+    for pairs in inside.values():
+        for pair in pairs:
+            by_split[where.get(pair.document, "train")].append(pair)
+    if foreign:
+        by_split["test-ood"] = list(foreign)
+    return by_split
+
+
+def _unique_sources(by_split: dict[str, list[Pair]], one_target: bool) -> tuple[dict[str, list[Pair]], Counter[str]]:
+    """Keep each source string only in the first of train, test, valid and test-ood that holds it.
 
     Also counts the source strings each split lost to an earlier one.
     """
-    by_split: dict[str, list[Pair]] = {name: [] for name in ("train", "test", "valid")}
-    for pair in inside:
-        by_split[where.get(pair.document, "train")].append(pair)
-    if foreign:
-        by_split["test-ood"] = list(foreign)
+    unique: dict[str, list[Pair]] = {}
     seen: set[str] = set()
     lost: Counter[str] = Counter()
-    for name, pairs in by_split.items():
+    for name in ("train", "test", "valid", "test-ood"):
+        pairs = by_split.get(name, [])
         lost[name] = len({pair.source for pair in pairs} & seen)
-        by_split[name] = _most_frequent(pair for pair in pairs if pair.source not in seen)
-        seen.update(pair.source for pair in by_split[name])
-    return {name: by_split[name] for name in ("train", "valid", "test", "test-ood") if name in by_split}, lost
+        choose = _most_frequent if one_target or name != "train" else _distinct
+        unique[name] = choose(pair for pair in pairs if pair.source not in seen)
+        seen.update(pair.source for pair in unique[name])
+    return {name: unique[name] for name in by_split}, lost
+
+
+def _distinct(pairs: Iterable[Pair]) -> list[Pair]:
+    """The first of equal pairs, whatever their document."""
+    return list({(pair.source, pair.target): pair for pair in reversed(list(pairs))}.values())[::-1]
 
 
 def _most_frequent(pairs: Iterable[Pair]) -> list[Pair]:
@@ -170,21 +191,40 @@ def near_duplicates(sentences: Sequence[str], training: Iterable[str], overlap: 
     With T(s) the set of casefolded word trigrams of s: |T(s) ∩ T(t)| >= overlap |T(s)| for some t. A sentence under
     three words is compared as a whole, by its casefolded words.
     """
+    return {index for index, _ in _coverings(sentences, training, overlap)}
+
+
+def covering_sentences(sentences: Sequence[str], training: Sequence[str], overlap: float = 0.7) -> set[int]:
+    """Indices of the training sentences that make some sentence a near-duplicate.
+
+    As in `near_duplicates`, but a sentence of fewer than `LONG_ENOUGH` trigrams must also hold `overlap` of the training
+    sentence's: a held-out "He said that" does not empty the training text of every sentence with these words.
+    """
+    covering = set()
+    for index, training_index in _coverings(sentences, training, overlap):
+        own, other = trigrams(sentences[index]), trigrams(training[training_index])
+        if len(own) >= LONG_ENOUGH or len(own & other) >= overlap * len(other):
+            covering.add(training_index)
+    return covering
+
+
+def _coverings(sentences: Sequence[str], training: Iterable[str], overlap: float) -> Iterator[tuple[int, int]]:
+    """Index pairs (sentence, training sentence that covers it), by an inverted index over the sentences."""
     holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    sizes = []
+    needed = []
     for index, sentence in enumerate(sentences):
         grams = trigrams(sentence)
-        sizes.append(len(grams))
+        needed.append(overlap * len(grams))
         for gram in grams:
             holders[gram].append(index)
-    close: set[int] = set()
-    for sentence in training:
+    for training_index, sentence in enumerate(training):
         shared: Counter[int] = Counter()
         for gram in trigrams(sentence):
             if gram in holders:
                 shared.update(holders[gram])
-        close.update(index for index, count in shared.items() if count >= overlap * sizes[index])
-    return close
+        for index, count in shared.items():
+            if count >= needed[index]:
+                yield index, training_index
 
 
 def trigrams(sentence: str) -> set[tuple[str, ...]]:
@@ -192,4 +232,4 @@ def trigrams(sentence: str) -> set[tuple[str, ...]]:
     words = WORD.findall(sentence.casefold())
     if len(words) < 3:
         return {tuple(words)}
-    return set(zip(words, words[1:], words[2:]))
+    return set(zip(words, words[1:], words[2:], strict=False))
