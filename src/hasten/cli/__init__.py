@@ -1,1 +1,43 @@
-"""The command line: one small file a verb."""
+"""The command line: one small file a verb. Heavy imports wait inside the verbs, so that help answers at once."""
+
+import os
+import sys
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from hasten.cli import data, train
+from hasten.errors import UserError
+
+app = typer.Typer(
+    name="hasten",
+    help="Fast Transformers: prepare text, train, distil, translate, and measure what each way buys.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data.app, name="data")
+app.command("train")(train.train)
+
+
+def main() -> None:
+    """Run a verb: a user's mistake is one line on stderr and exit 2, an interruption exit 130."""
+    try:
+        code = app(standalone_mode=False)
+    except TyperException as error:
+        _fail(error.format_message() or "no command given; see hasten --help")
+    except UserError as error:
+        _fail(str(error))
+    except (KeyboardInterrupt, Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader has gone (`hasten translate ... | head`): leave quietly, and keep Python from flushing again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,130 @@
+"""The contract: attention makes, from queries, keys and a mask, an operator that acts linearly on values."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hasten.attention.masks import Mask
+from hasten.nn.loss import LossTerm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Facts about a mechanism, checked when a model is built and by the conformance suite.
+
+    causal: "strict": output i depends on nothing later. "value": later values never enter, later keys may move the
+        pattern. None: the mechanism cannot be causal.
+    cross: queries and keys may come from different sequences, of different lengths.
+    step: `step` decodes one position (or a chunk) at a time, equal to the whole sequence.
+    normalised: the weights of a row that may read something sum to 1.
+    key_padding: padded keys are as good as absent.
+    dropout: attention weights can be dropped in training.
+    needs: which of the projections "query" and "key" the mechanism reads.
+    shared_qk: one projection serves as query and key.
+    max_length: longest sequence, None where there is no limit.
+    """
+
+    causal: Literal["strict", "value"] | None
+    cross: bool
+    step: bool
+    normalised: bool
+    key_padding: bool
+    dropout: bool
+    needs: frozenset[str] = field(default_factory=lambda: frozenset({"query", "key"}))
+    shared_qk: bool = False
+    max_length: int | None = None
+
+
+class Operator(ABC):
+    """The linear map that one attention call applies to values."""
+
+    losses: tuple[LossTerm, ...] = ()
+
+    @abstractmethod
+    def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
+        """Mix the values of the keys for every query."""
+
+    @abstractmethod
+    def dense(self) -> Float[Tensor, "B H T S"]:
+        """The matrix of this map, formed; for tests, pictures and divergences."""
+
+    def materialised(self) -> "Operator":
+        """The same map with its weights computed once: what layers that share weights apply."""
+        return Weights(self.dense())
+
+
+class Weights(Operator):
+    """A map given by its matrix."""
+
+    def __init__(self, weights: Float[Tensor, "B H T S"]):
+        self.weights = weights
+
+    def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
+        """Weights times values."""
+        return self.weights @ v
+
+    def dense(self) -> Float[Tensor, "B H T S"]:
+        """The weights themselves."""
+        return self.weights
+
+    def materialised(self) -> "Operator":
+        """Already formed."""
+        return self
+
+
+S = TypeVar("S", bound="State")
+
+
+class State(Protocol):
+    """What decoding carries from step to step: tensors, batch first."""
+
+    def select(self: S, rows: Tensor) -> S:
+        """The state of the given batch rows: reorders beams, drops finished sentences."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cache:
+    """All keys or all values so far, (B, H, t, D)."""
+
+    past: Float[Tensor, "B H t D"]
+
+    def append(self, new: Float[Tensor, "B H n D"]) -> "Cache":
+        """With `new` after the past."""
+        return Cache(torch.cat((self.past, new), dim=2))
+
+    def select(self, rows: Tensor) -> "Cache":
+        """Batch rows by index."""
+        return Cache(self.past.index_select(0, rows))
+
+
+class StepOperator(ABC):
+    """The map of one decoding step. It owns no values: their state goes in and comes out."""
+
+    @abstractmethod
+    def apply(self, v: Float[Tensor, "B H n Dv"], values: State | None) -> tuple[Float[Tensor, "B H n Dv"], State]:
+        """Outputs for the n new positions, given their values and the value state so far (None: empty)."""
+
+
+class Attention(nn.Module, ABC):
+    """A mechanism. Queries (B, H, T, D) and keys (B, H, S, D) in, an operator out."""
+
+    traits: Traits
+
+    @abstractmethod
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
+        """The map that these queries and keys define."""
+
+    @abstractmethod
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The plain dense definition, (B, H, T, S); slow and obvious. It is the specification."""
+
+    def step(
+        self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
+    ) -> tuple[StepOperator, State]:
+        """Causal decoding of n new positions, given the key state so far (None: empty)."""
+        raise TypeError(f"{type(self).__name__} cannot decode step by step (traits.step is {self.traits.step})")

@@ -1,0 +1,101 @@
+"""Multi-head attention around any mechanism, with the parameters of `torch.nn.MultiheadAttention`."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from hasten.attention.base import Attention, Cache, State
+from hasten.attention.masks import Mask, silence
+from hasten.errors import UserError
+
+
+@dataclass(frozen=True)
+class SelfState:
+    """Decoding state of one self-attention: the mechanism's keys and this layer's values."""
+
+    keys: State
+    values: State
+
+    def select(self, rows: Tensor) -> "SelfState":
+        """Batch rows by index."""
+        return SelfState(self.keys.select(rows), self.values.select(rows))
+
+
+@dataclass(frozen=True)
+class CrossState:
+    """Keys and values of a memory, projected once: (B, H, S, D) each, and the memory's mask (B, S)."""
+
+    keys: Cache
+    values: Cache
+    mask: Tensor
+
+    def select(self, rows: Tensor) -> "CrossState":
+        """Batch rows by index."""
+        return CrossState(self.keys.select(rows), self.values.select(rows), self.mask.index_select(0, rows))
+
+
+class MultiHeadAttention(nn.Module):
+    """Projections around a mechanism: out = W_o concat_h(operator(q_h, k_h) v_h).
+
+    The parameters, their names and shapes are those of `torch.nn.MultiheadAttention` (`in_proj_weight` (3 d, d) =
+    queries, keys, values on rows; `in_proj_bias`; `out_proj`), so state dicts are exchanged unchanged.
+    Inputs are batch first, (B, length, d_model); the mask says True = may attend.
+    Source: Vaswani et al., 2017, section 3.2.2.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, attention: Attention, *, bias: bool = True):
+        super().__init__()
+        if d_model % n_heads:
+            raise UserError(f"d_model {d_model} is not a multiple of n_heads {n_heads}")
+        self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
+        self.in_proj_weight = Parameter(torch.empty(3 * d_model, d_model))
+        self.in_proj_bias = Parameter(torch.zeros(3 * d_model)) if bias else None
+        self.out_proj = nn.Linear(d_model, d_model, bias=bias)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], mask: Mask, memory: Float[Tensor, "B S D"] | None = None
+    ) -> Float[Tensor, "B T D"]:
+        """Self-attention over `x`, or attention from `x` over `memory`."""
+        if memory is None:
+            q, k, v = self._project(x, 0, 3)
+        else:
+            (q,), (k, v) = self._project(x, 0, 1), self._project(memory, 1, 3)
+        return self._merge(self.attention.operator(q, k, mask).apply(v))
+
+    def step(self, x: Float[Tensor, "B n D"], state: SelfState | None) -> tuple[Float[Tensor, "B n D"], SelfState]:
+        """Causal self-attention of n new positions after `state` (None: the beginning)."""
+        q, k, v = self._project(x, 0, 3)
+        operator, keys = self.attention.step(q, k, state.keys if state else None)
+        out, values = operator.apply(v, state.values if state else None)
+        return self._merge(out), SelfState(keys, values)
+
+    def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
+        """Project a memory once, for many calls of `recall`; `mask` (B, S) is True on real keys."""
+        k, v = self._project(memory, 1, 3)
+        return CrossState(Cache(silence(k, mask).contiguous()), Cache(silence(v, mask).contiguous()), mask)
+
+    def recall(self, x: Float[Tensor, "B n D"], memory: CrossState) -> Float[Tensor, "B n D"]:
+        """Attention from `x` over a remembered memory."""
+        (q,) = self._project(x, 0, 1)
+        return self._merge(
+            self.attention.operator(q, memory.keys.past, Mask(keys=memory.mask)).apply(memory.values.past)
+        )
+
+    def _project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
+        """Projections first..last of (queries, keys, values), each (B, H, length, d_head)."""
+        rows = slice(first * self.d_model, last * self.d_model)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+        y = F.linear(x, self.in_proj_weight[rows], bias)
+        y = y.view(*x.shape[:2], last - first, self.n_heads, self.d_model // self.n_heads)
+        return y.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def _merge(self, out: Float[Tensor, "B H T d"]) -> Float[Tensor, "B T D"]:
+        return self.out_proj(out.transpose(1, 2).flatten(2))

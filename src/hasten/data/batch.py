@@ -1,0 +1,82 @@
+"""Padded batches, and length-bucketed grouping of pairs by their number of tokens."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.data.tokenizer import EOS, PAD
+
+Pair = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pairs of one step. `source` (B, S) ends in EOS; `target` (B, U) carries no begin or end symbol.
+
+    The masks have the shapes of the ids and are True on real tokens; padding is on the right.
+    """
+
+    source: Tensor
+    source_mask: Tensor
+    target: Tensor
+    target_mask: Tensor
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`."""
+        return Batch(*(t.to(device, non_blocking=True) for t in vars(self).values()))
+
+
+def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ids (B, longest) padded with PAD on the right, and their mask (True on real tokens)."""
+    longest = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), longest), PAD, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return ids, torch.arange(longest) < lengths[:, None]
+
+
+def source_batch(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Source ids as every encoder sees them: EOS appended, padded. The only place where EOS is added to a source."""
+    return pad([[*row, EOS] for row in rows])
+
+
+def pair_batch(pairs: Sequence[Pair]) -> Batch:
+    """One padded batch of (source ids, target ids)."""
+    return Batch(*source_batch([source for source, _ in pairs]), *pad([target for _, target in pairs]))
+
+
+def group_by_tokens(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Indices in groups of similar length whose padded size (rows x longest) stays within `batch_tokens`.
+
+    A single item longer than `batch_tokens` forms a group of its own. Ties keep the order of the input.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[i] <= batch_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def epoch_batches(pairs: Sequence[Pair], batch_tokens: int, generator: torch.Generator) -> list[list[int]]:
+    """Batches of one epoch as lists of indices: shuffled pairs, bucketed by length, in random order."""
+    order = torch.randperm(len(pairs), generator=generator).tolist()
+    # The target counts first, so that decoding work is even; the shuffle decides among pairs of equal length.
+    lengths = [max(len(pairs[i][1]), len(pairs[i][0])) + 1 for i in order]
+    groups = group_by_tokens(lengths, batch_tokens)
+    shuffled = torch.randperm(len(groups), generator=generator).tolist()
+    return [[order[i] for i in groups[g]] for g in shuffled]
+
+
+def endless_batches(pairs: Sequence[Pair], batch_tokens: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+    """Batches of indices, epoch after epoch; a pure function of `seed`, so `skip` resumes anywhere."""
+    epoch = 0
+    while True:
+        batches = epoch_batches(pairs, batch_tokens, torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        yield from batches[skip:]
+        skip = max(0, skip - len(batches))
+        epoch += 1

@@ -1,0 +1,59 @@
+"""The one decoding loop: start, named edits, stop; every edit yields a frame."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from hasten.data.tokenizer import PAD
+from hasten.decoding.frame import Frame
+from hasten.models.base import GenerationModel
+
+
+def refine(model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Iterator[Frame]:
+    """Decode a padded batch; frames cover the rows still in work, finished rows leave the batch.
+
+    source (B, S) ids with EOS; mask (B, S) True on real tokens. The last frame of a row has `done` set.
+    """
+    with torch.inference_mode():
+        memory = model.encode(source, mask)
+        canvas = model.start(memory)
+        rows = torch.arange(len(source), device=source.device)
+        iteration = 0
+        while len(rows):
+            before = canvas
+            for number, edit in enumerate(model.edits):
+                canvas = edit.apply(canvas, memory, iteration)
+                if number + 1 < len(model.edits):
+                    yield Frame(iteration, edit.kind, rows, canvas.tokens, canvas.scores, torch.zeros_like(canvas.done))
+            done = model.stopped(before, canvas, memory, iteration)
+            yield Frame(iteration, model.edits[-1].kind, rows, canvas.tokens, canvas.scores, done)
+            if done.any():
+                left = (~done).nonzero()[:, 0]
+                rows, memory, canvas = rows[left], memory.select(left), canvas.select(left)
+            iteration += 1
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The final state of one row: ids (without padding), a log probability for each, and the iterations it took."""
+
+    tokens: list[int]
+    scores: list[float]
+    iterations: int
+
+
+def final(frames: Iterable[Frame], n_rows: int) -> list[Decoded]:
+    """The last frame of every row, in row order."""
+    results: list[Decoded | None] = [None] * n_rows
+    for frame in frames:
+        if not frame.done.any():
+            continue
+        finished = frame.done.nonzero()[:, 0].tolist()
+        for i, row in zip(finished, frame.rows[frame.done].tolist(), strict=True):
+            length = int((frame.tokens[i] != PAD).sum())
+            tokens, scores = frame.tokens[i, :length].tolist(), frame.scores[i, :length].tolist()
+            results[row] = Decoded(tokens, scores, frame.iteration + 1)
+    return [result for result in results if result is not None]

@@ -1,0 +1,151 @@
+"""The autoregressive Transformer: one token after the other, keys and values kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hasten.attention import AttentionSpec, FullSpec
+from hasten.data.batch import Batch
+from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
+from hasten.fields import PositiveInt, Share, Spec
+from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
+from hasten.nn.dropout import Dropout
+from hasten.nn.layers import DecoderLayerState
+from hasten.nn.loss import LossTerm, cross_entropy
+from hasten.nn.positions import Sinusoids
+from hasten.nn.stack import Decoder, Encoder
+
+DecoderState = tuple[DecoderLayerState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoregressiveSpec(Spec):
+    """An autoregressive Transformer of any depth split (6-6, 12-1, ...)."""
+
+    kind: Literal["autoregressive"] = "autoregressive"
+    """The model's name."""
+    d_model: PositiveInt = 256
+    """Width of the states."""
+    n_heads: PositiveInt = 4
+    """Attention heads; divides d_model."""
+    d_ff: PositiveInt = 1024
+    """Width inside the feed-forward networks."""
+    encoder_layers: PositiveInt = 6
+    """Layers of the encoder."""
+    decoder_layers: PositiveInt = 6
+    """Layers of the decoder."""
+    dropout: Share = 0.1
+    """Dropout after every sub-layer and inside the feed-forward networks."""
+    label_smoothing: Share = 0.1
+    """Share of the target probability that is spread over the vocabulary."""
+    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """The encoder's self-attention: one spec for all layers, or one per layer."""
+    decoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """The decoder's self-attention: one spec for all layers, or one per layer."""
+    cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """The decoder's attention over the source: one spec for all layers, or one per layer."""
+
+    def build(self, vocab_size: int) -> "Autoregressive":
+        """A model with fresh weights."""
+        return Autoregressive(self, vocab_size)
+
+    def learnable(self, source: Sequence[int], target: Sequence[int]) -> bool:
+        """Every pair of sequences can be learnt."""
+        return True
+
+
+class Autoregressive(GenerationModel):
+    """p(y | x) = product over t of p(y_t | y_<t, x), trained by label-smoothed cross-entropy.
+
+    Source: Vaswani et al., 2017; deep encoders with shallow decoders: Kasai et al., 2021.
+    """
+
+    def __init__(self, spec: AutoregressiveSpec, vocab_size: int):
+        super().__init__()
+        self.spec = spec
+        self.embedding = tied_embedding(vocab_size, spec.d_model)
+        self.positions = Sinusoids(spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
+        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention)
+        self.decoder = Decoder(spec.decoder_layers, *shape, spec.decoder_attention, spec.cross_attention)
+        self.edits = (Edit("append", self._append),)
+        banned = torch.zeros(vocab_size)
+        banned[[i for i in SPECIAL_IDS if i != EOS]] = -torch.inf
+        self.register_buffer("banned", banned, persistent=False)
+
+    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
+        """Encoder states of the source."""
+        return Memory(self.encoder(self._embed(source), mask), mask)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
+        """Cross-entropy of every target token and of the end symbol."""
+        # Inputs are BOS y_1 .. y_U, outputs y_1 .. y_U EOS; a row's end symbol follows its last real token.
+        inputs = F.pad(batch.target, (1, 0), value=BOS)
+        real = F.pad(batch.target_mask, (1, 0), value=True)
+        ends = batch.target_mask.sum(1, keepdim=True)
+        outputs = F.pad(batch.target, (0, 1), value=PAD).scatter(1, ends, EOS)
+        memory = self.encode(batch.source, batch.source_mask)
+        states = self.decoder(self._embed(inputs), memory.states, memory.mask)
+        logits = self.logits(states[real])
+        return {"tokens": LossTerm(cross_entropy(logits, outputs[real], self.spec.label_smoothing), real.sum())}
+
+    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """Scores of every vocabulary entry, from decoder states."""
+        return F.linear(states, self.embedding.weight)
+
+    def start(self, memory: Memory) -> Canvas:
+        """Nothing said yet."""
+        batch, device = len(memory.mask), memory.mask.device
+        return Canvas(
+            torch.empty(batch, 0, dtype=torch.int64, device=device),
+            torch.empty(batch, 0, device=device),
+            torch.zeros(batch, dtype=torch.bool, device=device),
+            self.begin(memory),
+        )
+
+    def begin(self, memory: Memory) -> DecoderState:
+        """Decoding state before the first token."""
+        return self.decoder.begin(memory.states, memory.mask)
+
+    def next_log_probs(
+        self, last: Int[Tensor, "B"], position: int, state: DecoderState
+    ) -> tuple[Float[Tensor, "B V"], DecoderState]:
+        """Log probabilities of the token after `last`, which stands at `position` (BOS at 0), and the new state.
+
+        Symbols that are no text have -inf; the end symbol does not.
+        """
+        x = self.positions(embed(self.embedding, last[:, None]), position)
+        x, state = self.decoder.step(x, state)
+        return self.logits(x[:, 0]).float().log_softmax(-1) + self.banned, state
+
+    def limit(self, memory: Memory) -> Int[Tensor, "B"]:
+        """Longest output of each row in tokens, the end symbol included; it depends on the row's source alone."""
+        return 2 * memory.lengths + 20
+
+    def _append(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
+        last = canvas.tokens[:, -1] if iteration else torch.full_like(canvas.done, BOS, dtype=torch.int64)
+        log_probs, cache = self.next_log_probs(last, iteration, canvas.cache)
+        score, token = log_probs.max(-1)
+        return Canvas(
+            torch.cat((canvas.tokens, token[:, None]), 1),
+            torch.cat((canvas.scores, score[:, None]), 1),
+            canvas.done | (token == EOS),
+            cache,
+        )
+
+    def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
+        """Rows that said the end symbol or reached their limit."""
+        return after.done | (iteration + 1 >= self.limit(memory))
+
+    def output_ids(self, tokens: list[int]) -> list[int]:
+        """Without the end symbol."""
+        return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
+
+    def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        return self.dropout(self.positions(embed(self.embedding, ids)))

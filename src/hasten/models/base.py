@@ -1,0 +1,114 @@
+"""Generation is start, named edits, stop: the contract of every model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from hasten.attention.base import State
+from hasten.data.batch import Batch
+from hasten.decoding.frame import EditKind
+from hasten.nn.loss import LossTerm
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An encoded batch: states (B, S, D), mask (B, S) True on real positions."""
+
+    states: Float[Tensor, "B S D"]
+    mask: Bool[Tensor, "B S"]
+
+    def select(self, rows: Tensor) -> "Memory":
+        """Batch rows by index."""
+        return Memory(self.states.index_select(0, rows), self.mask.index_select(0, rows))
+
+    @property
+    def lengths(self) -> Int[Tensor, "B"]:
+        """Real positions of each row."""
+        return self.mask.sum(1)
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The output so far. It is never changed: edits return a new one.
+
+    tokens (B, L), right padded with PAD; scores (B, L) log probabilities; done (B,) rows that need no further edit;
+    cache is whatever the model carries from edit to edit (None: nothing).
+    """
+
+    tokens: Int[Tensor, "B L"]
+    scores: Float[Tensor, "B L"]
+    done: Bool[Tensor, "B"]
+    cache: Any = field(default=None, repr=False)
+
+    def select(self, rows: Tensor) -> "Canvas":
+        """Batch rows by index."""
+        cache = None if self.cache is None else select(self.cache, rows)
+        return Canvas(
+            self.tokens.index_select(0, rows), self.scores.index_select(0, rows), self.done.index_select(0, rows), cache
+        )
+
+
+def select(state: State | tuple[State, ...], rows: Tensor) -> Any:
+    """Batch rows of a state, or of each state of a tuple."""
+    return tuple(select(part, rows) for part in state) if isinstance(state, tuple) else state.select(rows)
+
+
+class Edit(NamedTuple):
+    """A named step. `apply(canvas, memory, iteration)` returns the canvas after it."""
+
+    kind: EditKind
+    apply: Callable[[Canvas, Memory, int], Canvas]
+
+
+class GenerationModel(nn.Module, ABC):
+    """A conditional text model that trains by `loss` and generates by `start`, `edits` and `stopped`.
+
+    `embedding` (V, d_model) is shared by source, target and output wherever the model has them.
+    """
+
+    embedding: nn.Embedding
+    edits: tuple[Edit, ...]
+
+    @abstractmethod
+    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
+        """States of the source ids (EOS included); `mask` is True on real tokens."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
+        """Terms of the training objective; sampling uses `generator`."""
+
+    @abstractmethod
+    def start(self, memory: Memory) -> Canvas:
+        """The canvas before the first edit."""
+
+    @abstractmethod
+    def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
+        """Rows that are finished after iteration number `iteration` (counted from 0)."""
+
+    def forward(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
+        """The loss; the name that data-parallel wrappers call."""
+        return self.loss(batch, generator)
+
+    def progress(self, fraction: float) -> None:
+        """Told before every training step which fraction of the run is over, for schedules within the loss."""
+
+    def output_ids(self, tokens: list[int]) -> list[int]:
+        """The ids of a finished row that are text."""
+        return tokens
+
+
+def embed(embedding: nn.Embedding, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+    """Rows of the table times sqrt(d_model), so that tied tables serve as input and as output."""
+    return embedding(ids) * embedding.embedding_dim**0.5
+
+
+def tied_embedding(vocab_size: int, d_model: int) -> nn.Embedding:
+    """A table drawn from N(0, 1 / d_model)."""
+    embedding = nn.Embedding(vocab_size, d_model)
+    nn.init.normal_(embedding.weight, std=d_model**-0.5)
+    return embedding

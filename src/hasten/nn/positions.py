@@ -1,0 +1,35 @@
+"""Position encodings."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+def sinusoids(length: int, d_model: int) -> Float[Tensor, "length d_model"]:
+    """Sines in the even, cosines in the odd columns, wavelengths from 2 pi to 10000 * 2 pi.
+
+    Source: Vaswani et al., 2017, section 3.5.
+    """
+    rates = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :d_model].float()
+
+
+class Sinusoids(nn.Module):
+    """Adds sinusoidal positions to (B, T, D); any length, since the table grows when needed."""
+
+    table: Tensor
+
+    def __init__(self, d_model: int, initial_length: int = 512):
+        super().__init__()
+        self.d_model = d_model
+        self.register_buffer("table", sinusoids(initial_length, d_model), persistent=False)
+
+    def forward(self, x: Float[Tensor, "B T D"], start: int = 0) -> Float[Tensor, "B T D"]:
+        """`x` plus the encodings of positions start .. start + T - 1."""
+        end = start + x.shape[1]
+        if end > self.table.shape[0]:
+            self.table = sinusoids(max(end, 2 * self.table.shape[0]), self.d_model).to(self.table)
+        return x + self.table[start:end]

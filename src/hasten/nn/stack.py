@@ -1,0 +1,87 @@
+"""Stacks of layers that take one attention spec per layer."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hasten.attention import AttentionSpec, Mask
+from hasten.errors import UserError
+from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
+
+T = TypeVar("T")
+
+
+def per_layer(specs: Sequence[T], n_layers: int, name: str) -> list[T]:
+    """One spec for each layer: a single one stands for all."""
+    if len(specs) not in (1, n_layers):
+        raise UserError(f"{name} has {len(specs)} entries; give 1 for all layers or {n_layers}, one per layer")
+    return list(specs) * (n_layers if len(specs) == 1 else 1)
+
+
+class Encoder(nn.Module):
+    """Bidirectional layers and a final normalisation: (B, S, D) to (B, S, D)."""
+
+    def __init__(
+        self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float, attention: Sequence[AttentionSpec]
+    ):
+        super().__init__()
+        specs = per_layer(attention, n_layers, "encoder attention")
+        self.layers = nn.ModuleList(EncoderLayer(d_model, n_heads, d_ff, dropout, spec.build()) for spec in specs)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x: Float[Tensor, "B S D"], mask: Tensor) -> Float[Tensor, "B S D"]:
+        """`mask` (B, S) is True on real positions."""
+        for layer in self.layers:
+            x = layer(x, Mask(keys=mask))
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """Causal layers over an encoder's states and a final normalisation; whole sequences or step by step."""
+
+    def __init__(
+        self,
+        n_layers: int,
+        d_model: int,
+        n_heads: int,
+        d_ff: int,
+        dropout: float,
+        attention: Sequence[AttentionSpec],
+        cross_attention: Sequence[AttentionSpec],
+    ):
+        super().__init__()
+        own = per_layer(attention, n_layers, "decoder attention")
+        cross = per_layer(cross_attention, n_layers, "cross attention")
+        for spec in own:
+            traits = spec.build().traits
+            if traits.causal != "strict" or not traits.step:
+                raise UserError(f"{spec.kind} attention cannot decode: a decoder needs a strictly causal mechanism")
+        self.layers: nn.ModuleList = nn.ModuleList(
+            DecoderLayer(d_model, n_heads, d_ff, dropout, a.build(), b.build()) for a, b in zip(own, cross, strict=True)
+        )
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], memory: Float[Tensor, "B S D"], memory_mask: Tensor
+    ) -> Float[Tensor, "B T D"]:
+        """Teacher forcing. `memory_mask` (B, S) is True on real source positions."""
+        # Padding in x stands on the right, where no earlier position can read it: causality is mask enough.
+        for layer in self.layers:
+            x = layer(x, memory, Mask(causal=True), Mask(keys=memory_mask))
+        return self.norm(x)
+
+    def begin(self, memory: Float[Tensor, "B S D"], memory_mask: Tensor) -> tuple[DecoderLayerState, ...]:
+        """The state before the first step."""
+        return tuple(layer.begin(memory, memory_mask) for layer in self.layers)  # type: ignore[operator]
+
+    def step(
+        self, x: Float[Tensor, "B n D"], state: tuple[DecoderLayerState, ...]
+    ) -> tuple[Float[Tensor, "B n D"], tuple[DecoderLayerState, ...]]:
+        """Outputs at n new positions, equal to `forward` there, and the state after them."""
+        after = []
+        for layer, before in zip(self.layers, state, strict=True):
+            x, new = layer.step(x, before)  # type: ignore[operator]
+            after.append(new)
+        return self.norm(x), tuple(after)

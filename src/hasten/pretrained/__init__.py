@@ -1,0 +1,37 @@
+"""Small models that ship with the package, and where a model's name leads."""
+
+import re
+from pathlib import Path
+
+from hasten.errors import UserError
+
+_HERE = Path(__file__).parent
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def names() -> list[str]:
+    """The bundled models."""
+    return sorted(path.parent.name for path in _HERE.glob("*/config.toml"))
+
+
+def resolve(name: str | Path) -> Path:
+    """The directory of a model: a run directory, a bundled name, or a Hugging Face hub id (downloaded)."""
+    directory = Path(name)
+    if directory.is_dir():
+        return directory
+    if str(name) in names():
+        return _HERE / str(name)
+    if _HUB_ID.fullmatch(str(name)) and not directory.is_absolute() and str(name)[0] != ".":
+        return _download(str(name))
+    raise UserError(f"no model {str(name)!r}: give a run directory, a hub id (owner/name) or one of {names()}")
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    allowed = ["config.toml", "tokenizer.model", "model.safetensors", "README.md"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=allowed))
+    except Exception as error:  # the hub raises dozens of kinds, and every one means the same to the user
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"no directory {hub_id!r}, and the hub does not give it: {reason}") from error

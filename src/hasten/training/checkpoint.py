@@ -1,0 +1,148 @@
+"""Model directories (complete, pickle-free) and the state that lets a run go on."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hasten import spec as specs
+from hasten.data.tokenizer import Tokenizer
+from hasten.errors import UserError
+from hasten.models.base import GenerationModel
+from hasten.spec import RunSpec
+
+CONFIG, TOKENIZER, WEIGHTS = "config.toml", "tokenizer.model", "model.safetensors"
+STATE = "state"
+_FORMAT = {"format": "hasten", "version": "1"}
+
+
+def write_run(directory: Path, spec: RunSpec, tokenizer: Tokenizer) -> None:
+    """The parts of a model directory that are known before training."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(specs.dump(spec), encoding="utf-8")
+    tokenizer.save(directory / TOKENIZER)
+
+
+def clear_run(directory: Path) -> None:
+    """Remove what an earlier run left, so that nothing of it is taken for the new one."""
+    for name in (STATE, STATE + ".new", STATE + ".old", "recent", "tensorboard"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in (CONFIG, TOKENIZER, WEIGHTS, "metrics.jsonl", "README.md"):
+        (directory / name).unlink(missing_ok=True)
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
+    """Write tensors with the tokenizer's fingerprint; the file appears whole or not at all."""
+    partial = path.with_suffix(".partial")
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(plain, partial, metadata={**_FORMAT, "tokenizer": tokenizer.fingerprint})
+    os.replace(partial, path)
+
+
+def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Tensor]:
+    """Tensors of a file by `save_weights`; `UserError` where it is missing, damaged, foreign or of another tokenizer."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if {key: metadata.get(key) for key in _FORMAT} != _FORMAT:
+                raise UserError(f"{path} was not written by this version of hasten (metadata {metadata})")
+            if tokenizer is not None and metadata.get("tokenizer") != tokenizer.fingerprint:
+                raise UserError(f"{path} was trained with another tokenizer than {path.parent / TOKENIZER}")
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except FileNotFoundError as error:
+        raise UserError(f"cannot read {path}: no such file") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def read_run(directory: Path) -> tuple[RunSpec, Tokenizer, GenerationModel]:
+    """The spec, the tokenizer and the model (in float32, in eval mode) of a model directory."""
+    spec = specs.load(directory / CONFIG)
+    tokenizer = Tokenizer.load(directory / TOKENIZER)
+    model = spec.model.build(tokenizer.vocab_size)
+    fill(model, read_weights(directory / WEIGHTS, tokenizer), str(directory / WEIGHTS))
+    return spec, tokenizer, model.eval()
+
+
+def fill(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
+    """Copy weights into the model, names and shapes equal; `UserError` names the first difference."""
+    own = model.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        if name not in own or name not in weights:
+            raise UserError(f"{origin}: {name} is {'unknown to the model' if name in weights else 'missing'}")
+        if own[name].shape != weights[name].shape:
+            got, want = tuple(weights[name].shape), tuple(own[name].shape)
+            raise UserError(f"{origin}: {name} has shape {got}, the model of {CONFIG} needs {want}")
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+
+
+def fill_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """Copy the weights whose names and shapes agree; returns the names copied."""
+    own = model.state_dict()
+    matching = {n: t.float() for n, t in weights.items() if n in own and own[n].shape == t.shape}
+    model.load_state_dict(matching, strict=False)
+    return sorted(matching)
+
+
+def save_state(
+    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, keep: int
+) -> None:
+    """Write what resuming needs, and one more snapshot for averaging; an interruption leaves the old state whole."""
+    state, new = directory / STATE, directory / (STATE + ".new")
+    recent = directory / "recent"
+    recent.mkdir(exist_ok=True)
+    save_weights(recent / f"step-{step:08d}.safetensors", model.state_dict(), tokenizer)
+    for old in sorted(recent.glob("step-*.safetensors"))[:-keep]:
+        old.unlink()
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    save_weights(new / WEIGHTS, model.state_dict(), tokenizer)
+    save_weights(new / "optimizer.safetensors", _optimizer_tensors(model, optimizer), tokenizer)
+    (new / "state.json").write_text(json.dumps({"step": step, "torch": torch.__version__}), encoding="utf-8")
+    old = directory / (STATE + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if state.exists():
+        os.replace(state, old)
+    os.replace(new, state)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer) -> int:
+    """Restore `save_state`; returns the number of steps done."""
+    state = directory / STATE
+    if not state.exists() and (directory / (STATE + ".old")).exists():
+        state = directory / (STATE + ".old")
+    if not (state / "state.json").exists():
+        raise UserError(f"{directory} holds no saved state to resume from; start without --resume")
+    fill(model, read_weights(state / WEIGHTS, tokenizer), str(state / WEIGHTS))
+    saved = read_weights(state / "optimizer.safetensors", tokenizer)
+    for name, parameter in model.named_parameters():
+        entry = {key: saved[f"{name}|{key}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{name}|{key}" in saved}
+        if entry:
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device if key != "step" else value.device) for key, value in entry.items()
+            }
+    return int(json.loads((state / "state.json").read_text(encoding="utf-8"))["step"])
+
+
+def average(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """The mean of several snapshots, summed in float64."""
+    total: dict[str, Tensor] = {}
+    for path in paths:
+        for name, tensor in read_weights(path, tokenizer).items():
+            total[name] = total[name] + tensor.double() if name in total else tensor.double()
+    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}|{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    return tensors

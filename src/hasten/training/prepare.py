@@ -1,0 +1,57 @@
+"""From a spec to what the loop needs: tokenizer, encoded pairs that can be learned, counts of those that cannot."""
+
+from collections import Counter
+from pathlib import Path
+
+from hasten.data.batch import Pair
+from hasten.data.corpus import Corpus
+from hasten.data.tokenizer import Tokenizer
+from hasten.errors import UserError
+from hasten.pretrained import resolve
+from hasten.spec import DataSpec, RunSpec, TokenizerSpec
+from hasten.training.checkpoint import TOKENIZER
+from hasten.training.loop import Task
+
+
+def make_tokenizer(spec: TokenizerSpec, corpus: Corpus) -> Tokenizer:
+    """The tokenizer of another model, or a new one learnt from both sides of the training text."""
+    if spec.from_model is not None:
+        return Tokenizer.load(resolve(spec.from_model) / TOKENIZER)
+    source, target = corpus.pairs("train")
+    return Tokenizer.train([*source, *target], spec.vocab_size, threads=2)
+
+
+def make_task(spec: RunSpec, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Task, Counter[str]]:
+    """Encoded training pairs and validation lines, with the number of pairs left out for each reason."""
+    source, target = corpus.pairs("train")
+    if spec.data.distilled is not None:
+        target = read_distilled(spec.data, len(source))
+    learnable = spec.model.learnable
+    pairs: list[Pair] = []
+    counts: Counter[str] = Counter()
+    for s, t in zip(source, target, strict=True):
+        pair = (tokenizer.encode(s), tokenizer.encode(t))
+        if not pair[0] or not pair[1]:
+            counts["empty"] += 1
+        elif max(map(len, pair)) > spec.data.max_tokens:
+            counts["longer than data.max_tokens"] += 1
+        elif not learnable(*pair):
+            counts["impossible for this model"] += 1
+        else:
+            pairs.append(pair)
+    counts["kept"] = len(pairs)
+    valid = corpus.pairs("valid") if "valid" in corpus.splits else ([], [])
+    return Task(pairs, *valid), counts
+
+
+def read_distilled(spec: DataSpec, n_lines: int) -> list[str]:
+    """The lines of `data.distilled`, as many as there are training sources."""
+    assert spec.distilled is not None
+    try:
+        lines = Path(spec.distilled).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"cannot read data.distilled {spec.distilled}: {error.strerror}") from error
+    lines = lines[:-1] if lines and lines[-1] == "" else lines
+    if len(lines) != n_lines:
+        raise UserError(f"{spec.distilled} has {len(lines)} lines; the training split of {spec.path} has {n_lines}")
+    return lines
