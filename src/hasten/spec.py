@@ -18,7 +18,7 @@ from hasten.models import ModelSpec
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from hasten.errors import UserError
 
 KIND = "parallel-text"
 MANIFEST = "manifest.json"
+LICENCES = "LICENCES"
 DOCUMENTS = "docs"
 
 
@@ -146,7 +147,7 @@ def write_corpus(
     _remove_old_corpus(out)
     described = {name: _write_split(out, name, languages, pairs) for name, pairs in splits.items()}
     if licences:
-        (out / "LICENCES").write_bytes(licences.encode("utf-8"))
+        (out / LICENCES).write_bytes(licences.encode("utf-8"))
     manifest = {"kind": KIND, "source": languages[0], "target": languages[1], "splits": described, **facts}
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     (out / MANIFEST).write_bytes(text.encode("utf-8"))
@@ -179,6 +180,7 @@ def _remove_old_corpus(out: Path) -> None:
         return
     old = Corpus(out, _read_manifest(out))
     (out / MANIFEST).unlink()
+    (out / LICENCES).unlink(missing_ok=True)
     for split in old.splits:
         for side in (old.source_language, old.target_language, DOCUMENTS):
             (out / f"{split}.{side}").unlink(missing_ok=True)

@@ -138,7 +138,10 @@ def _unique_sources(by_split: dict[str, list[Pair]], one_target: bool) -> tuple[
 
 def _distinct(pairs: Iterable[Pair]) -> list[Pair]:
     """The first of equal pairs, whatever their document."""
-    return list({(pair.source, pair.target): pair for pair in reversed(list(pairs))}.values())[::-1]
+    first: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        first.setdefault((pair.source, pair.target), pair)
+    return list(first.values())
 
 
 def _most_frequent(pairs: Iterable[Pair]) -> list[Pair]:

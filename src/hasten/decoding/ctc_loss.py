@@ -63,9 +63,10 @@ def ctc_loss(
     No (B, T, V) tensor is made but the gradient. Targets hold no blank within their length.
     An infeasible target has loss inf and a gradient of exactly zero, never NaN: see `feasible`.
     An empty target costs -sum_t log p(blank); no frames and no target cost 0.
-    Differentiable once: create_graph=True raises RuntimeError. Raises ValueError for shapes that disagree, and on the CPU for lengths or ids out of range
-    (elsewhere the check would have to wait for the device).
-    Source: Graves et al. 2006, equations 6 to 16.
+    Differentiable once: create_graph=True raises RuntimeError. Raises ValueError for shapes that disagree, and on the
+    CPU for lengths or ids out of range (elsewhere the check would have to wait for the device).
+    Logits that are not contiguous are copied.
+    Source: Graves et al. 2006, section 4.
     """
     _check(logits, frame_lengths, targets, target_lengths, blank)
     return _NegativeLogLikelihood.apply(*_prepare(logits, frame_lengths, targets, target_lengths, blank))
@@ -119,8 +120,8 @@ def best_alignment(
     )
     picked = _state_scores(scores, columns)
     picked -= picked.amax(2, keepdim=True)  # sums of raw logits would cost float32 digits
-    states, reached = _best_states(picked, frame_lengths, targets, target_lengths)
-    real = _positions(picked.shape[0], frame_lengths) & reached[:, None]
+    states = _best_states(picked, frame_lengths, targets, target_lengths)
+    real = _positions(picked.shape[0], frame_lengths)
     labels = columns.gather(1, torch.where(states % 2 == 1, states // 2 + 1, 0))
     return torch.where(real, labels, blank)[:, :n_frames]
 
@@ -147,7 +148,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
             raise RuntimeError("ctc_loss has no second derivative: take its gradient without create_graph=True")
         logits, log_normaliser, columns, occupancy, keep = ctx.saved_tensors
         n_frames, vocabulary = logits.shape[1:]
-        scale = torch.where(keep, grad_outputs[0].to(occupancy.dtype)[:, None], 0).reshape(-1, 1)
+        scale = grad_outputs[0].to(occupancy.dtype).repeat_interleave(n_frames)[:, None]
         columns = columns[:, None].expand(-1, n_frames, -1).reshape(-1, columns.shape[1])
         occupancy, normaliser = occupancy.flatten(0, 1), log_normaliser.reshape(-1, 1)
         flat, drop = logits.reshape(-1, vocabulary), ~keep.reshape(-1, 1)
@@ -299,10 +300,8 @@ def _posterior(scores: Tensor, before: Tensor, after: Tensor, frame_lengths: Ten
     return posterior.masked_fill(~keep[..., None], 0)
 
 
-def _best_states(
-    scores: Tensor, frame_lengths: Tensor, targets: Tensor, target_lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(B, T) states of the best path and (B,) whether there is one."""
+def _best_states(scores: Tensor, frame_lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
+    """States of the best path: (B, T). An unreachable end is never left: it is the last blank at every frame."""
     n_frames, batch, n_states = scores.shape
     skips = _skips(targets, scores.dtype)
     steps = scores.new_zeros(scores.shape, dtype=torch.int8)
@@ -321,9 +320,8 @@ def _best_states(
     final = arrive[frame, rows] + scores[frame, rows]
     blank, token = _ends(target_lengths)
     state = torch.where(final.gather(1, token) > final.gather(1, blank), token, blank)
-    reached = (final.gather(1, state)[:, 0] > -torch.inf) & (frame_lengths > 0)
     states = state.new_empty(batch, n_frames)
     for frame in reversed(range(n_frames)):
         states[:, frame] = state[:, 0]
         state = state - steps[frame].gather(1, state)
-    return states, reached
+    return states

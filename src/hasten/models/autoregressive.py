@@ -65,6 +65,8 @@ class Autoregressive(GenerationModel):
     Source: Vaswani et al., 2017; deep encoders with shallow decoders: Kasai et al., 2021.
     """
 
+    banned: Tensor
+
     def __init__(self, spec: AutoregressiveSpec, vocab_size: int):
         super().__init__()
         self.spec = spec

@@ -1,13 +1,14 @@
 """Loss terms that add up across batches, and label-smoothed cross-entropy."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
-class LossTerm(NamedTuple):
+@dataclass(frozen=True)
+class LossTerm:
     """A sum over `count` items with its weight in the objective: objective = sum over terms of weight * sum / count."""
 
     sum: Tensor

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
@@ -48,5 +49,5 @@ def repetition(lines: Sequence[str]) -> float:
     """The share of words that repeat the word before them in the same line."""
     words = [line.split() for line in lines]
     pairs = sum(max(0, len(line) - 1) for line in words)
-    equal = sum(a == b for line in words for a, b in zip(line, line[1:], strict=False))
+    equal = sum(a == b for line in words for a, b in pairwise(line))
     return equal / pairs if pairs else 0.0
