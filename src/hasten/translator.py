@@ -1,43 +1,226 @@
 """A trained model with its tokenizer: text in, text out."""
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from hasten.data.batch import group_by_tokens, source_batch
+from hasten.data.segment import segment
 from hasten.data.tokenizer import Tokenizer
+from hasten.decoding.beam import Hypothesis, StepModel, beam_search, length_normalised
+from hasten.decoding.frame import Frame
 from hasten.decoding.refine import Decoded, final, refine
-from hasten.models.base import GenerationModel
+from hasten.errors import UserError
+from hasten.models.base import GenerationModel, Memory
+from hasten.pretrained import resolve
+from hasten.spec import RunSpec
+from hasten.training import checkpoint
+
+OnLong = Literal["split", "error"]
+_FEWEST_SOURCE_TOKENS = 16  # so that every single character fits, spelt as bytes
+
+_LINE_BREAKS = str.maketrans("\r\n", "  ")
+
+
+def load(name: str | Path, device: str = "cpu") -> "Translator":
+    """A translator from a bundled name, a run directory or a Hugging Face hub id; nothing in it is executed.
+
+    Weights are computed with in float32, whatever they are stored in. Lines longer than the pairs the model learnt from
+    (`data.max_tokens` of its configuration) are long for it. Raises `UserError` where anything is missing or damaged.
+    """
+    directory = resolve(name)
+    spec, tokenizer, model = checkpoint.read_run(directory)
+    try:
+        model = model.to(torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"device {device!r} cannot be used here (try cpu, cuda or mps): {reason}") from error
+    return Translator(model, tokenizer, spec, directory, max(_FEWEST_SOURCE_TOKENS, spec.data.max_tokens))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A possible translation.
+
+    log_prob: log probability of the decisions that made it. For an autoregressive model log p(tokens | source), the end
+    symbol included; for CTC by beam search the sum over all its paths, without a beam that of the best frames.
+    score ranks the candidates of a line: the mean of log_prob over the tokens, for CTC by beam search log_prob itself.
+    A line that was split has the sum of the log_probs and the mean of the scores of its parts.
+    """
+
+    text: str
+    score: float
+    log_prob: float
+
+
+class LineTooLong(UserError):
+    """A line has more pieces than the model takes; `index` counts the lines given from 0."""
+
+    def __init__(self, index: int, n_tokens: int, allowed: int, *, first_line: int = 1):
+        self.index, self.n_tokens, self.allowed = index, n_tokens, allowed
+        advice = "shorten it or let it be split (on_long: split)"
+        super().__init__(f"line {first_line + index} has {n_tokens} pieces, the model takes {allowed}; {advice}")
+
+    def counted_from(self, first_line: int) -> "LineTooLong":
+        """The same error where the first of the lines has this number."""
+        return LineTooLong(self.index, self.n_tokens, self.allowed, first_line=first_line)
+
+
+@runtime_checkable
+class NBestModel(Protocol):
+    """A model with a beam search of its own."""
+
+    def candidates(self, memory: Memory, *, beam: int, n_best: int) -> list[list[Hypothesis]]:
+        """The best outputs of every row, best first."""
+        ...
+
+
+class _Part(NamedTuple):
+    """What is decoded at once: a line, or a part of a long one."""
+
+    line: int
+    ids: list[int]
 
 
 @dataclass(frozen=True)
 class Translator:
-    """Translates lines; the result of a line depends on that line alone, whatever it is batched with."""
+    """Translates lines; the result of a line depends on that line alone, whatever it is batched with.
+
+    Lines of more than `max_source_tokens` pieces are long: they are split (after sentences, else after clauses, else
+    between words, else anywhere) and the translations of the parts are joined by a space, or they are refused.
+    """
 
     model: GenerationModel
     tokenizer: Tokenizer
+    spec: RunSpec | None = None
     directory: Path | None = None
+    max_source_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.max_source_tokens < _FEWEST_SOURCE_TOKENS:
+            raise UserError(f"max_source_tokens is {self.max_source_tokens}, allowed {_FEWEST_SOURCE_TOKENS} or more")
 
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.model.embedding.weight.device
 
-    def translate(self, lines: Sequence[str], *, batch_tokens: int = 4096) -> list[str]:
-        """One translation a line, in order; lines without text stay empty."""
-        results = [""] * len(lines)
-        for i, decoded in self.decode(lines, batch_tokens=batch_tokens):
-            results[i] = self.tokenizer.decode(self.model.output_ids(decoded.tokens))
-        return results
+    def translate(
+        self, lines: Sequence[str], *, beam: int = 1, batch_tokens: int = 4096, on_long: OnLong = "split"
+    ) -> list[str]:
+        """One translation a line, in order, without line breaks; lines without text stay empty.
 
-    def decode(self, lines: Sequence[str], *, batch_tokens: int = 4096) -> Iterator[tuple[int, Decoded]]:
-        """(index, decoded ids) for every line that has text, batch by batch, short lines first."""
-        encoded = {i: ids for i, line in enumerate(lines) if (ids := self.tokenizer.encode(line.strip()))}
-        order = list(encoded)
-        for group in group_by_tokens([len(encoded[i]) + 1 for i in order], batch_tokens):
-            members = [order[g] for g in group]
-            source, mask = (t.to(self.device) for t in source_batch([encoded[i] for i in members]))
-            frames = refine(self.model, source, mask)
-            yield from zip(members, final(frames, len(members)), strict=True)
+        `beam` 1 takes the model's own decoding loop, more search for a more probable output. `batch_tokens` bounds the
+        padded source tokens times beam that are decoded at once; it changes speed and memory, not the result.
+        """
+        found = self.candidates(lines, beam=beam, batch_tokens=batch_tokens, on_long=on_long)
+        return [best[0].text for best in found]
+
+    def candidates(
+        self,
+        lines: Sequence[str],
+        *,
+        beam: int = 1,
+        n_best: int = 1,
+        batch_tokens: int = 4096,
+        on_long: OnLong = "split",
+    ) -> list[list[Candidate]]:
+        """The `n_best` translations of every line, best first; fewer where fewer are possible or texts coincide.
+
+        Raises `UserError` for n_best > beam, for numbers out of range, for models without a beam search where beam > 1,
+        and with on_long "error" `LineTooLong` before anything is decoded.
+        """
+        if not 1 <= n_best <= beam:
+            raise UserError(f"n_best is {n_best} and beam {beam}; need 1 <= n_best <= beam")
+        if batch_tokens < 1:
+            raise UserError(f"batch_tokens is {batch_tokens}, allowed 1 or more")
+        parts = self._parts(lines, on_long)
+        results = [[Candidate("", 0.0, 0.0)] for _ in lines]
+        n_parts = [0] * len(lines)
+        decoded: list[list[Hypothesis]] = [[] for _ in parts]
+        for group in group_by_tokens([len(part.ids) + 1 for part in parts], max(1, batch_tokens // beam)):
+            source, mask = self._batch([parts[i] for i in group])
+            for i, hypotheses in zip(group, self._search(source, mask, beam, n_best), strict=True):
+                decoded[i] = hypotheses
+        for part, hypotheses in zip(parts, decoded, strict=True):
+            joined = _join(results[part.line], self._candidates(hypotheses), n_best)
+            results[part.line], n_parts[part.line] = joined, n_parts[part.line] + 1
+        return [
+            [Candidate(c.text, c.score / max(1, n), c.log_prob) for c in line]
+            for line, n in zip(results, n_parts, strict=True)
+        ]
+
+    def trace(self, line: str) -> list[Frame]:
+        """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""
+        parts = self._parts([line], "split")
+        return list(refine(self.model, *self._batch(parts))) if parts else []
+
+    def read(self, frames: Iterable[Frame]) -> str:
+        """The translation that the frames of `trace` end in."""
+        rows = list(frames)
+        n_parts = max((int(frame.rows.max()) + 1 for frame in rows), default=0)
+        found = [self._candidates([_greedy(decoded)])[0] for decoded in final(rows, n_parts)]
+        return " ".join(part.text for part in found if part.text)
+
+    def _parts(self, lines: Sequence[str], on_long: OnLong) -> list[_Part]:
+        """The ids to decode: none for a line without text, several for a long one."""
+        if isinstance(lines, str):
+            raise UserError("lines is one string; give a list of lines: translate([text])")
+        if on_long not in ("split", "error"):
+            raise UserError(f"on_long is {on_long!r}; allowed: split, error")
+        if self.model.training:
+            raise UserError("the model is in training mode, where dropout is at work; call model.eval() first")
+        parts = []
+        for i, line in enumerate(lines):
+            ids = self.tokenizer.encode(line.strip())
+            if ids and len(ids) <= self.max_source_tokens:
+                parts.append(_Part(i, ids))
+            elif ids and on_long == "error":
+                raise LineTooLong(i, len(ids), self.max_source_tokens)
+            elif ids:
+                parts += [_Part(i, self.tokenizer.encode(text)) for text in segment(line, self._fits)]
+        return parts
+
+    def _fits(self, text: str) -> bool:
+        return len(self.tokenizer.encode(text)) <= self.max_source_tokens
+
+    def _batch(self, parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
+        source, mask = source_batch([part.ids for part in parts])
+        return source.to(self.device), mask.to(self.device)
+
+    def _search(self, source: Tensor, mask: Tensor, beam: int, n_best: int) -> list[list[Hypothesis]]:
+        if beam == 1:
+            return [[_greedy(decoded)] for decoded in final(refine(self.model, source, mask), len(source))]
+        with torch.inference_mode():
+            memory = self.model.encode(source, mask)
+            if isinstance(self.model, StepModel):
+                return beam_search(self.model, memory, beam=beam, n_best=n_best)
+            if isinstance(self.model, NBestModel):
+                return self.model.candidates(memory, beam=beam, n_best=n_best)
+        raise UserError(f"{type(self.model).__name__} models have no beam search; use beam 1")
+
+    def _candidates(self, hypotheses: Sequence[Hypothesis]) -> list[Candidate]:
+        """Texts of hypotheses; of those that read the same the best one stays."""
+        found: dict[str, Candidate] = {}
+        for tokens, log_prob, score in hypotheses:
+            text = self.tokenizer.decode(self.model.output_ids(tokens)).translate(_LINE_BREAKS).strip()
+            found.setdefault(text, Candidate(text, score, log_prob))
+        return list(found.values())
+
+
+def _greedy(decoded: Decoded) -> Hypothesis:
+    log_prob = sum(decoded.scores)
+    return Hypothesis(decoded.tokens, log_prob, length_normalised(log_prob, len(decoded.tokens)))
+
+
+def _join(done: Sequence[Candidate], part: Sequence[Candidate], n_best: int) -> list[Candidate]:
+    """The `n_best` combinations of a line so far with its next part, by the sum of the scores."""
+    pairs = [
+        Candidate(f"{a.text} {b.text}".strip(), a.score + b.score, a.log_prob + b.log_prob) for a in done for b in part
+    ]
+    return heapq.nlargest(n_best, pairs, key=lambda candidate: candidate.score)

@@ -32,6 +32,8 @@ class Tokenizer:
 
     def __init__(self, model: bytes):
         self._model = model
+        if not model:
+            raise UserError("the tokenizer file is empty")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -78,8 +80,7 @@ class Tokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise UserError(f"cannot learn {vocab_size} pieces from this text: {reason}") from error
+            raise UserError(f"cannot learn {vocab_size} pieces from this text: {_reason(str(error))}") from error
         return cls(model.getvalue())
 
     @classmethod
@@ -95,8 +96,11 @@ class Tokenizer:
         Path(path).write_bytes(self._model)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without begin or end symbols; the empty text has none."""
-        return self._processor.encode(_shield(text)) if text else []
+        """Ids of `text`, without begin or end symbols; the empty text has none. `UserError` for a lone surrogate."""
+        try:
+            return self._processor.encode(_shield(text)) if text else []
+        except RuntimeError as error:
+            raise UserError(f"{text[:40]!r} is no Unicode text: {_LONE_SURROGATE}") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special ids are dropped, bytes that are not UTF-8 become U+FFFD."""
@@ -113,4 +117,18 @@ def _shield(text: str) -> str:
     return " " + text.translate(_TO_ESCAPED)
 
 
+def _reason(message: str) -> str:
+    """SentencePiece's complaint in words of ours."""
+    if found := re.search(r"Please set it to a value <= (\d+)", message):
+        return f"it has too few different words; vocab_size can be at most {found[1]}, or give more text"
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"it has too many different characters; vocab_size must be at least {found[1]}"
+    if "sentences_.empty()" in message:
+        return "it is empty"
+    if "Unable to cast" in message:
+        return _LONE_SURROGATE
+    return " ".join(message.split())
+
+
+_LONE_SURROGATE = "it holds a lone surrogate, which UTF-8 cannot express; read text with encoding='utf-8'"
 _SPECIAL_PIECES = ("<pad>", "<unk>", "<s>", "</s>", "<mask>", "<blank>", "<placeholder>")

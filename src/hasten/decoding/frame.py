@@ -1,10 +1,13 @@
 """What a decoder shows after every edit."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from hasten.data.tokenizer import PAD
 
 EditKind = Literal["append", "insert", "delete", "fill", "mask", "collapse"]
 
@@ -23,3 +26,16 @@ class Frame:
     tokens: Int[Tensor, "R L"]
     scores: Float[Tensor, "R L"]
     done: Bool[Tensor, "R"]
+
+    def records(self, pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Each row in JSON types, with pieces for ids: part (its row), iteration, kind, pieces, scores, done."""
+        for i, part in enumerate(self.rows.tolist()):
+            real = self.tokens[i] != PAD
+            yield {
+                "part": part,
+                "iteration": self.iteration,
+                "kind": self.kind,
+                "pieces": [pieces[token] for token in self.tokens[i][real].tolist()],
+                "scores": [round(score, 6) for score in self.scores[i][real].tolist()],
+                "done": bool(self.done[i]),
+            }

@@ -1,0 +1,151 @@
+"""hasten translate: lines in, lines out."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, TextIO
+
+import typer
+
+from hasten.cli.lines import Chunk, read_chunks
+from hasten.errors import UserError
+
+if TYPE_CHECKING:
+    from hasten.translator import Candidate, Translator
+
+Model = Annotated[str, typer.Option(help="Bundled name, run directory or Hugging Face hub id.", show_default=False)]
+
+
+def translate(
+    model: Model,
+    beam: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Width of the beam; default: 1, or that of --nbest.")
+    ] = None,
+    nbest: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="So many for a line: line number, tab, score, tab, text."),
+    ] = None,
+    scores: Annotated[bool, typer.Option("--scores", help="Write score, tab, text.")] = False,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Padded source pieces times beam at once.")] = 4096,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, show_default=False, help="CPU threads; default: all.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(show_default=False, help="Write the state after every edit here, as JSON lines.")
+    ] = None,
+    on_long: Annotated[
+        Literal["split", "error"],
+        typer.Option(help="A line longer than the model learnt: split it into parts, or stop with an error."),
+    ] = "split",
+    input: Annotated[Path | None, typer.Option(show_default=False, help="Read this file, not stdin.")] = None,
+    output: Annotated[Path | None, typer.Option(show_default=False, help="Write this file, not stdout.")] = None,
+) -> None:
+    """Translate UTF-8 lines from stdin to stdout: a line a line, in order, each as soon as it is ready.
+
+    Only a line feed ends a line; lines without text stay empty. A translation depends on its line alone. A score is
+    the mean log probability of the tokens (with a beam on a CTC model: that of the whole text); higher is better.
+
+    A line of --trace is an object: line, part (of a long line), iteration, kind (of edit), pieces, scores, done.
+
+    Example: hasten translate --model en-de-teacher --beam 4 < english.txt > german.txt
+    """
+    width = beam or nbest or 1
+    if nbest is not None and nbest > width:
+        raise UserError(f"--nbest {nbest} is more than --beam {width}; widen the beam")
+    if trace is not None and width > 1:
+        raise UserError("--trace follows a single translation; leave out --beam and --nbest")
+    with ExitStack() as files:
+        source = _stdin() if input is None else files.enter_context(_open(input, "rb"))
+        if output is not None and input is not None and output.exists() and output.samefile(input):
+            raise UserError(f"--output {output} is the file that is read; choose another")
+        translator = _load(model, device, threads)
+        target = sys.stdout.buffer if output is None else files.enter_context(_open(output, "wb"))
+        log = None if trace is None else files.enter_context(_open_text(trace))
+        job = _Job(translator, width, nbest, scores, batch_tokens, on_long, log)
+        for chunk in read_chunks(source.fileno(), "stdin" if input is None else str(input)):
+            for lines in job.outputs(chunk):
+                _write(target, lines, "stdout" if output is None else str(output))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One run of the verb."""
+
+    translator: "Translator"
+    beam: int
+    nbest: int | None
+    scores: bool
+    batch_tokens: int
+    on_long: Literal["split", "error"]
+    log: TextIO | None
+
+    def outputs(self, chunk: Chunk) -> Iterator[list[str]]:
+        """Output lines; a long line that is to be refused raises after the lines before it."""
+        from hasten.translator import LineTooLong
+
+        try:
+            yield self._results(chunk)
+        except LineTooLong as error:
+            yield self._results(Chunk(chunk.first, chunk.lines[: error.index]))
+            raise error.counted_from(chunk.first) from None
+
+    def _results(self, chunk: Chunk) -> list[str]:
+        found = self.translator.candidates(
+            chunk.lines, beam=self.beam, n_best=self.nbest or 1, batch_tokens=self.batch_tokens, on_long=self.on_long
+        )
+        if self.log is not None:
+            for i, line in enumerate(chunk.lines):
+                self._write_trace(self.log, chunk.first + i, line)
+        return [self._format(chunk.first + i, candidate) for i, line in enumerate(found) for candidate in line]
+
+    def _format(self, number: int, candidate: "Candidate") -> str:
+        columns = [str(number)] if self.nbest else []
+        columns += [f"{candidate.score:.6f}"] if self.nbest or self.scores else []
+        return "\t".join([*columns, candidate.text])
+
+    def _write_trace(self, log: TextIO, number: int, line: str) -> None:
+        pieces = self.translator.tokenizer.pieces()
+        for frame in self.translator.trace(line):
+            for record in frame.records(pieces):
+                log.write(json.dumps({"line": number, **record}, ensure_ascii=False) + "\n")
+        log.flush()
+
+
+def _load(model: str, device: str, threads: int | None) -> "Translator":
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    from hasten.translator import load
+
+    return load(model, device)
+
+
+def _stdin() -> BinaryIO:
+    if sys.stdin is None:
+        raise UserError("stdin is closed; give --input FILE")
+    return sys.stdin.buffer
+
+
+def _write(target: BinaryIO, lines: list[str], name: str) -> None:
+    try:
+        target.write("".join(line + "\n" for line in lines).encode("utf-8"))
+        target.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write {name}: {error.strerror}") from error
+
+
+def _open_text(path: Path) -> TextIO:
+    return io.TextIOWrapper(_open(path, "wb"), encoding="utf-8", newline="\n")
+
+
+def _open(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
+    try:
+        return path.open(mode)
+    except OSError as error:
+        raise UserError(f"cannot open {path}: {error.strerror}") from error
