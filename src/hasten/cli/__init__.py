@@ -7,7 +7,7 @@ from typing import NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import data, train
+from hasten.cli import data, train, translate
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("translate")(translate.translate)
 
 
 def main() -> None:
