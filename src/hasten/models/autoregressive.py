@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
-from hasten.fields import PositiveInt, Share, Spec
+from hasten.fields import Depth, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
 from hasten.nn.dropout import Dropout
 from hasten.nn.layers import DecoderLayerState
@@ -35,9 +35,9 @@ class AutoregressiveSpec(Spec):
     """Attention heads; divides d_model."""
     d_ff: PositiveInt = 1024
     """Width inside the feed-forward networks."""
-    encoder_layers: PositiveInt = 6
+    encoder_layers: Depth = 6
     """Layers of the encoder."""
-    decoder_layers: PositiveInt = 6
+    decoder_layers: Depth = 6
     """Layers of the decoder."""
     dropout: Share = 0.1
     """Dropout after every sub-layer and inside the feed-forward networks."""

@@ -1,0 +1,172 @@
+"""CTC: every output token in one pass over the upsampled source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from hasten.attention import AttentionSpec, FullSpec
+from hasten.data.batch import Batch
+from hasten.data.tokenizer import BLANK, PAD, SPECIAL_IDS
+from hasten.decoding.beam import Hypothesis
+from hasten.decoding.ctc_beam import collapse_scored, prefix_beam_search
+from hasten.decoding.ctc_loss import best_alignment, ctc_loss, frames_needed
+from hasten.fields import NonNegativeInt, PositiveInt, Share, Spec
+from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
+from hasten.nn.dropout import Dropout
+from hasten.nn.loss import LossTerm
+from hasten.nn.positions import Sinusoids
+from hasten.nn.stack import Encoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CTCSpec(Spec):
+    """A one-pass model: encode, upsample, refine, collapse."""
+
+    kind: Literal["ctc"] = "ctc"
+    """The model's name."""
+    d_model: PositiveInt = 256
+    """Width of the states."""
+    n_heads: PositiveInt = 4
+    """Attention heads; divides d_model."""
+    d_ff: PositiveInt = 1024
+    """Width inside the feed-forward networks."""
+    encoder_layers: PositiveInt = 6
+    """Layers at the length of the source."""
+    refiner_layers: NonNegativeInt = 3
+    """Layers at the upsampled length."""
+    upsample: PositiveInt = 2
+    """Frames per source token; a pair can be learnt if frames >= target tokens + adjacent equal target tokens."""
+    dropout: Share = 0.1
+    """Dropout after every sub-layer and inside the feed-forward networks."""
+    label_smoothing: Share = 0.0
+    """Weight of the distance between a frame's distribution and the uniform one."""
+    glancing_start: Share = 0.5
+    """Share of wrongly predicted frames that are shown the right token, at the start of the run; 0 turns it off."""
+    glancing_end: Share = 0.3
+    """The same share at the end of the run; linear in between, so the schedule fits every run length."""
+    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """Self-attention at the length of the source: one spec for all layers, or one per layer."""
+    refiner_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """Self-attention at the upsampled length: one spec for all layers, or one per layer."""
+
+    def build(self, vocab_size: int) -> "CTC":
+        """A model with fresh weights."""
+        return CTC(self, vocab_size)
+
+    def learnable(self, source: Sequence[int], target: Sequence[int]) -> bool:
+        """Whether the frames of `source` (its end symbol counts) can carry `target`."""
+        return self.upsample * (len(source) + 1) >= frames_needed(target)
+
+
+class CTC(GenerationModel):
+    """p(y | x) = sum over frame sequences that collapse to y of prod over t of p(a_t | x).
+
+    Each of the S source states becomes `upsample` frames; collapse merges equal neighbours, then drops blanks.
+    Source: Libovicky and Helcl, 2018 (upsampling by projection); Graves et al., 2006 (CTC). Training shows the model a
+    share of the frames it gets wrong (glancing): Qian et al., 2021, combined with CTC in Gu and Kong, 2021.
+    """
+
+    banned: Tensor
+
+    def __init__(self, spec: CTCSpec, vocab_size: int):
+        super().__init__()
+        self.spec = spec
+        self.embedding = tied_embedding(vocab_size, spec.d_model)
+        self.positions = Sinusoids(spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
+        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention)
+        self.upsample = nn.Linear(spec.d_model, spec.upsample * spec.d_model)
+        # Frames begin as slightly different copies of their source state: an encoder learnt elsewhere is at once of use.
+        copies = torch.eye(spec.d_model).repeat(spec.upsample, 1)
+        nn.init.normal_(self.upsample.weight, std=0.02)
+        self.upsample.weight.data += copies
+        nn.init.zeros_(self.upsample.bias)
+        self.refiner = Encoder(spec.refiner_layers, *shape, spec.refiner_attention)
+        self.edits = (Edit("fill", self._fill), Edit("collapse", self._collapse))
+        self.glancing = spec.glancing_start
+        banned = torch.zeros(vocab_size)
+        banned[[i for i in SPECIAL_IDS if i != BLANK]] = -torch.inf
+        self.register_buffer("banned", banned, persistent=False)
+
+    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
+        """The frames: encoder states, each projected to `upsample` vectors (B, upsample * S, D)."""
+        states = self.encoder(self.dropout(self.positions(embed(self.embedding, source))), mask)
+        frames = self.upsample(states).view(len(source), -1, self.spec.d_model)
+        return Memory(frames, mask.repeat_interleave(self.spec.upsample, dim=1))
+
+    def logits(self, frames: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """Scores of every vocabulary entry at every frame, after the refining layers."""
+        return F.linear(self.refiner(self.positions(frames), mask), self.embedding.weight)
+
+    def progress(self, fraction: float) -> None:
+        """Move the glancing share along its schedule."""
+        self.glancing = self.spec.glancing_start + fraction * (self.spec.glancing_end - self.spec.glancing_start)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
+        """CTC loss per target token; infeasible rows count nothing and give no gradient."""
+        memory = self.encode(batch.source, batch.source_mask)
+        frames = self._glance(memory, batch, generator) if self.training and self.glancing > 0 else memory.states
+        logits = self.logits(frames, memory.mask)
+        lengths = batch.target_mask.sum(1)
+        losses = ctc_loss(logits, memory.lengths, batch.target, lengths, blank=BLANK)
+        possible = losses.isfinite()
+        terms = {"ctc": LossTerm(losses[possible].sum(), lengths[possible].sum(), 1 - self.spec.label_smoothing)}
+        if self.spec.label_smoothing:
+            real = logits[memory.mask].float()
+            distance = real.logsumexp(-1) - real.mean(-1)
+            terms["smoothing"] = LossTerm(distance.sum(), memory.mask.sum(), self.spec.label_smoothing)
+        return terms
+
+    def _glance(self, memory: Memory, batch: Batch, generator: torch.Generator) -> Float[Tensor, "B T D"]:
+        """Frames with some inputs replaced by the token they should say.
+
+        The share `glancing` of the frames that disagree with the best alignment of the target is drawn per row,
+        uniformly over all real frames.
+        """
+        with torch.no_grad():
+            guess = self.logits(memory.states, memory.mask)
+            path = best_alignment(guess, memory.lengths, batch.target, batch.target_mask.sum(1), blank=BLANK)
+            wrong = ((guess + self.banned).argmax(-1) != path) & memory.mask
+            count = (wrong.sum(1) * self.glancing).round()
+            draws = torch.rand(path.shape, generator=generator, device=generator.device).to(path.device)
+            order = draws.masked_fill(~memory.mask, 2.0).argsort(1).argsort(1)
+            shown = (order < count[:, None]) & memory.mask
+        return torch.where(shown[..., None], embed(self.embedding, path), memory.states)
+
+    def start(self, memory: Memory) -> Canvas:
+        """All frames blank."""
+        tokens = torch.full_like(memory.mask, BLANK, dtype=torch.int64).masked_fill(~memory.mask, PAD)
+        scores = torch.zeros(tokens.shape, device=tokens.device)
+        return Canvas(tokens, scores, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device))
+
+    def frame_log_probs(self, memory: Memory) -> Float[Tensor, "B T V"]:
+        """Log probabilities at every frame; symbols that are no text have -inf, the blank does not."""
+        return self.logits(memory.states, memory.mask).float().log_softmax(-1) + self.banned
+
+    def _fill(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
+        logits = self.logits(memory.states, memory.mask).float()
+        best, tokens = (logits + self.banned).max(-1)
+        scores = (best - logits.logsumexp(-1)).masked_fill(~memory.mask, 0.0)
+        return Canvas(tokens.masked_fill(~memory.mask, PAD), scores, canvas.done)
+
+    def _collapse(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
+        collapsed = collapse_scored(canvas.tokens, canvas.scores, memory.lengths, blank=BLANK, pad=PAD)
+        return Canvas(collapsed.tokens, collapsed.scores, torch.ones_like(canvas.done))
+
+    def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
+        """Every row, after one pass."""
+        return after.done
+
+    def candidates(self, memory: Memory, *, beam: int, n_best: int) -> list[list[Hypothesis]]:
+        """The `n_best` most probable token sequences of each row by prefix beam search."""
+        results = []
+        for row, length in zip(self.frame_log_probs(memory), memory.lengths.tolist(), strict=True):
+            found = prefix_beam_search(row[:length], blank=BLANK, beam=beam, n_best=n_best, top_tokens=2 * beam)
+            results.append([Hypothesis(list(tokens), log_prob, log_prob) for tokens, log_prob in found])
+        return results
