@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,7 @@ def debian(
     refresh: Annotated[bool, typer.Option("--refresh", help="Fetch the package lists anew.")] = False,
     force: Force = False,
 ) -> None:
-    """Build a corpus out of the translations in Debian packages (100 MB of downloads, about two minutes).
+    """Build a corpus out of the translations in Debian packages (about 80 MB of downloads, one to two minutes).
 
     Example: hasten data debian en-de --out runs/data/en-de
     """
@@ -137,34 +138,38 @@ def _held_out_files(name: str, source: Path | None, target: Path | None) -> Text
 
 
 def _print_summary(corpus: Corpus) -> None:
-    """Splits, sources and removals, as the manifest has them."""
+    """Counts of the splits, of the sources and of what was filtered, as the manifest has them."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    manifest = corpus.manifest
-    console = Console(highlight=False)
-    splits = Table(title=f"{corpus.directory}: {corpus.source_language}-{corpus.target_language}", title_justify="left")
-    splits.add_column("split")
-    for heading in ("pairs", "documents", "source words", "target words", "left out, near train"):
-        splits.add_column(heading, justify="right")
+    def table(first: str, *headings: str) -> Table:
+        made = Table(box=box.SIMPLE_HEAD)
+        made.add_column(first)
+        for heading in headings:
+            made.add_column(heading, justify="right")
+        return made
+
+    manifest, names = corpus.manifest, corpus.splits
+    splits = table("split", "pairs", "documents", "source words", "target words", "removed, near train")
     for name, counts in manifest["splits"].items():
         removed = manifest["removed_from_held_out"].get(name, {})
         near = sum(removed.get(rule, 0) for rule in ("same source", "same target", "near source", "near target"))
-        numbers = (counts["pairs"], counts["documents"], counts["source_words"], counts["target_words"])
+        numbers = [counts[key] for key in ("pairs", "documents", "source_words", "target_words")]
         splits.add_row(name, *(f"{number:,}" for number in numbers), f"{near:,}" if removed else "")
-    console.print(splits)
-    sources = Table(title="sources", title_justify="left")
-    for heading in ("source", "packages or files", "pairs", "filtered"):
-        sources.add_column(heading)
+    sources = table("source", *names, "filtered")
+    reasons: Counter[str] = Counter()
     for name, facts in manifest["sources"].items():
-        origin = [f"{package} {version}" for package, version in facts.get("packages", {}).items()]
-        origin = origin or facts.get("files", []) or (["absent"] if "absent" in facts else [])
-        dropped = facts.get("filtered") or {}
-        pairs = facts.get("pairs") or {}
+        filtered = {reason: count for reason, count in facts["filtered"].items() if reason != "lines"}
+        reasons.update(filtered)
         sources.add_row(
-            name,
-            "\n".join(origin),
-            "\n".join(f"{split} {count:,}" for split, count in pairs.items() if count),
-            ", ".join(f"{reason} {count:,}" for reason, count in dropped.items()),
+            name + (" (absent)" if "absent" in facts else ""),
+            *(f"{facts['pairs'].get(split, 0):,}" for split in names),
+            f"{sum(filtered.values()):,}",
         )
-    console.print(sources)
+    console = Console(highlight=False)
+    console.print(f"{corpus.directory}: {corpus.source_language} to {corpus.target_language}", soft_wrap=True)
+    console.print(splits, sources)
+    listed = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
+    console.print(f"filtered: {listed or 'nothing'}", soft_wrap=True)
+    console.print(f"origins, counts and checksums: {corpus.directory}/manifest.json", soft_wrap=True)

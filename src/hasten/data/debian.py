@@ -117,6 +117,8 @@ def build_debian_corpus(
     if refresh or not packages.has_lists():
         progress("fetching the package lists (20 MB)")
         packages.update()
+    else:
+        progress(f"package lists as fetched before into {packages.lists}; --refresh fetches them anew")
     groups: dict[str, list[Pair]] = {}
     report: dict[str, dict[str, Any]] = {}
     licences = Licences()

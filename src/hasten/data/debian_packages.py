@@ -162,10 +162,9 @@ class Packages:
 
 def _reason(result: subprocess.CompletedProcess[str]) -> str:
     """The first complaint of apt, without its prefix."""
-    for line in result.stdout.splitlines():
-        match = re.match(r"\s*(?:E|W|Err):\s*(.+)", line)
-        if match:
-            return match[1]
+    complaint = re.search(r"^[EW]: (.+)", result.stdout, re.M)
+    if complaint:
+        return " ".join(complaint[1].split())
     return _last_line(result.stdout) or "apt-get gave no reason"
 
 

@@ -59,12 +59,14 @@ def read_mo(data: bytes) -> Iterator[tuple[str, str | None]]:
     """Messages and translations of a compiled gettext catalogue (GNU gettext manual, "MO Files").
 
     A plural message gives its singular and its plural where the language has two forms; with another number of forms
-    the translation is None. Contexts are dropped. Data that is not a catalogue gives nothing.
+    the translation is None. Contexts are dropped. Data that is no whole catalogue gives nothing.
     """
     order = MO_MAGIC.get(data[:4])
     if order is None or len(data) < 20:
         return
     count, originals, translations = struct.unpack_from(order + "3I", data, 8)
+    if max(originals, translations) + 8 * count > len(data):
+        return
     for index in range(count):
         try:
             message = _mo_string(data, order, originals + 8 * index)

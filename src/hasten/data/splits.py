@@ -200,8 +200,8 @@ def near_duplicates(sentences: Sequence[str], training: Iterable[str], overlap: 
 def covering_sentences(sentences: Sequence[str], training: Sequence[str], overlap: float = 0.7) -> set[int]:
     """Indices of the training sentences that make some sentence a near-duplicate.
 
-    As in `near_duplicates`, but a sentence of fewer than `LONG_ENOUGH` trigrams must also hold `overlap` of the training
-    sentence's: a held-out "He said that" does not empty the training text of every sentence with these words.
+    As in `near_duplicates`, but a sentence of fewer than `LONG_ENOUGH` trigrams must also hold `overlap` of those of
+    the training sentence: a held-out "He said that" does not cost the training text every sentence with these words.
     """
     covering = set()
     for index, training_index in _coverings(sentences, training, overlap):
