@@ -2,9 +2,10 @@
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 PositiveInt = Annotated[int, Gt(0)]
+Depth = Annotated[int, Gt(0), Le(1000)]  # a damaged configuration must not keep the machine busy building layers
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]

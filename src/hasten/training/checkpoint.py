@@ -46,7 +46,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 
 
 def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Tensor]:
-    """Tensors of a file by `save_weights`; `UserError` where it is missing, damaged, foreign or of another tokenizer."""
+    """Tensors of a file by `save_weights`; `UserError` where it is missing, damaged or of another tokenizer."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -62,24 +62,48 @@ def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Te
 
 
 def read_run(directory: Path) -> tuple[RunSpec, Tokenizer, GenerationModel]:
-    """The spec, the tokenizer and the model (in float32, in eval mode) of a model directory."""
+    """The spec, the tokenizer and the model (in float32, in eval mode) of a model directory.
+
+    Raises `UserError` for whatever is missing, damaged or at odds; the global random numbers stay as they were.
+    """
     spec = specs.load(directory / CONFIG)
     tokenizer = Tokenizer.load(directory / TOKENIZER)
-    model = spec.model.build(tokenizer.vocab_size)
-    fill(model, read_weights(directory / WEIGHTS, tokenizer), str(directory / WEIGHTS))
+    origin = str(directory / WEIGHTS)
+    weights = read_weights(directory / WEIGHTS, tokenizer)
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{origin}: {name} holds numbers that are not finite; train again with a lower rate")
+    _check_fit(spec, tokenizer.vocab_size, weights, directory)
+    with torch.random.fork_rng(devices=[]):
+        model = spec.model.build(tokenizer.vocab_size)
+    fill(model, weights, origin)
     return spec, tokenizer, model.eval()
+
+
+def _check_fit(spec: RunSpec, vocab_size: int, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Compare shapes before any memory is taken: a configuration may ask for a model larger than the machine."""
+    try:
+        with torch.device("meta"):
+            shapes = spec.model.build(vocab_size).state_dict()
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{directory / CONFIG} describes a model that cannot be built: {reason}") from error
+    _compare(shapes, weights, str(directory / WEIGHTS))
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
     """Copy weights into the model, names and shapes equal; `UserError` names the first difference."""
-    own = model.state_dict()
+    _compare(model.state_dict(), weights, origin)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+
+
+def _compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], origin: str) -> None:
     for name in sorted(own.keys() | weights.keys()):
         if name not in own or name not in weights:
             raise UserError(f"{origin}: {name} is {'unknown to the model' if name in weights else 'missing'}")
         if own[name].shape != weights[name].shape:
             got, want = tuple(weights[name].shape), tuple(own[name].shape)
             raise UserError(f"{origin}: {name} has shape {got}, the model of {CONFIG} needs {want}")
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
 
 
 def fill_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
