@@ -21,7 +21,7 @@ def describe(command: Any, name: str) -> list[str]:
     if inner := getattr(command, "commands", None):
         return [line for verb, one in inner.items() for line in describe(one, f"{name} {verb}")]
     text, _, example = (command.help or "").partition("Example:")
-    lines = [f"## {name}", "", " ".join(text.split()), ""]
+    lines = [f"## {name}", "", text.strip(), ""]
     if example:
         lines += ["```bash", example.strip(), "```", ""]
     for parameter in command.params:

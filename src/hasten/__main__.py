@@ -1,0 +1,5 @@
+"""`python -m hasten` (and `accelerate launch -m hasten`) is the command line."""
+
+from hasten.cli import main
+
+main()
