@@ -7,7 +7,7 @@ from typing import NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import data, train, translate
+from hasten.cli import data, demo, distill, evaluate, train, translate
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -18,8 +18,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("distill")(distill.distill)
+app.command("evaluate")(evaluate.evaluate)
 app.command("translate")(translate.translate)
 
 
