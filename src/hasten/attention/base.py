@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -21,11 +21,16 @@ class Traits:
     cross: queries and keys may come from different sequences, of different lengths.
     step: `step` decodes one position (or a chunk) at a time, equal to the whole sequence.
     normalised: the weights of a row that may read something sum to 1.
-    key_padding: padded keys are as good as absent.
+    key_padding: padded keys (`Mask.keys`) are as good as absent.
+    allowed: any pattern (`Mask.allowed`) is honoured.
     dropout: attention weights can be dropped in training.
     needs: which of the projections "query" and "key" the mechanism reads.
     shared_qk: one projection serves as query and key.
     max_length: longest sequence, None where there is no limit.
+    memory: peak memory grows with length to at most this power.
+
+    A call outside the traits raises `UserError`, naming the mechanism and the trait; `step` without the trait raises
+    `TypeError`.
     """
 
     causal: Literal["strict", "value"] | None
@@ -34,9 +39,11 @@ class Traits:
     normalised: bool
     key_padding: bool
     dropout: bool
+    allowed: bool = False
     needs: frozenset[str] = field(default_factory=lambda: frozenset({"query", "key"}))
     shared_qk: bool = False
     max_length: int | None = None
+    memory: float = 2.0
 
 
 class Operator(ABC):
@@ -79,6 +86,7 @@ class Weights(Operator):
 S = TypeVar("S", bound="State")
 
 
+@runtime_checkable
 class State(Protocol):
     """What decoding carries from step to step: tensors, batch first."""
 

@@ -31,11 +31,14 @@ class FullSpec(Spec):
 class FullAttention(Attention):
     """softmax(q k^T / sqrt(D)) over the keys the mask allows; a query that may read nothing gets exactly 0.
 
-    q (B, H, T, D), k (B, H, S, D). Scores and softmax are computed in float32 or wider by the kernel.
+    q (B, H, T, D), k (B, H, S, D). Scores and softmax are computed in float32 or wider by the kernel; only training in
+    half precision on a CPU rounds scores to half precision before the softmax (an error of |score| / 256 in bfloat16).
     Source: Vaswani et al., 2017, section 3.2.1.
     """
 
-    traits = Traits(causal="strict", cross=True, step=True, normalised=True, key_padding=True, dropout=True)
+    traits = Traits(
+        causal="strict", cross=True, step=True, normalised=True, key_padding=True, dropout=True, allowed=True
+    )
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -43,7 +46,9 @@ class FullAttention(Attention):
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "FullOperator":
         """The softmax map; weights are never formed unless asked for."""
-        return FullOperator(q, silence(k, mask.keys), mask, self.dropout if self.training else 0.0)
+        return FullOperator(
+            q, silence(k, None if mask.silent else mask.keys), mask, self.dropout if self.training else 0.0
+        )
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition, one query at a time."""
@@ -78,7 +83,7 @@ class FullOperator(Operator):
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
         """Fused softmax(q k^T / sqrt(D)) v."""
-        mask, v = self.mask, silence(v, self.mask.keys)
+        mask, v = self.mask, silence(v, None if self.mask.silent else self.mask.keys)
         if self._prefers_weights():
             return F.dropout(self.dense(), self.dropout) @ v
         # The kernel's own causal flag is aligned to the top left: the same only for equal lengths.

@@ -14,11 +14,13 @@ class Mask:
     causal: query i reads keys j <= i + S - T (bottom-right aligned: the last query sees every key).
     keys: (B, S), True on real keys. What stands at False keys never reaches an output, NaN included.
     allowed: (B or 1, H or 1, T, S), any pattern.
+    silent: a promise that keys and values are zero wherever `keys` is False, so that nobody need make them so.
     """
 
     causal: bool = False
     keys: Bool[Tensor, "B S"] | None = None
     allowed: Bool[Tensor, "#B #H T S"] | None = None
+    silent: bool = False
 
     def dense(self, n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "#B #H #T S"] | None:
         """The mask as one boolean tensor that broadcasts to (B, H, T, S); None where everything is allowed."""

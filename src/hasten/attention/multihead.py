@@ -27,15 +27,19 @@ class SelfState:
 
 @dataclass(frozen=True)
 class CrossState:
-    """Keys and values of a memory, projected once: (B, H, S, D) each, and the memory's mask (B, S)."""
+    """Keys and values of a memory, projected once: (B, H, S, D) each, zero where the memory's mask (B, S) is False.
+
+    mask is None where every position is real: then no step spends time on it.
+    """
 
     keys: Cache
     values: Cache
-    mask: Tensor
+    mask: Tensor | None
 
     def select(self, rows: Tensor) -> "CrossState":
         """Batch rows by index."""
-        return CrossState(self.keys.select(rows), self.values.select(rows), self.mask.index_select(0, rows))
+        mask = None if self.mask is None else self.mask.index_select(0, rows)
+        return CrossState(self.keys.select(rows), self.values.select(rows), mask)
 
 
 class MultiHeadAttention(nn.Module):
@@ -49,8 +53,8 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, attention: Attention, *, bias: bool = True):
         super().__init__()
-        if d_model % n_heads:
-            raise UserError(f"d_model {d_model} is not a multiple of n_heads {n_heads}")
+        if n_heads < 1 or d_model < 1 or d_model % n_heads:
+            raise UserError(f"d_model {d_model} cannot be cut into {n_heads} heads; n_heads must divide d_model")
         self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
         self.in_proj_weight = Parameter(torch.empty(3 * d_model, d_model))
         self.in_proj_bias = Parameter(torch.zeros(3 * d_model)) if bias else None
@@ -80,14 +84,14 @@ class MultiHeadAttention(nn.Module):
     def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
         """Project a memory once, for many calls of `recall`; `mask` (B, S) is True on real keys."""
         k, v = self._project(memory, 1, 3)
-        return CrossState(Cache(silence(k, mask).contiguous()), Cache(silence(v, mask).contiguous()), mask)
+        keys = None if bool(mask.all()) else mask
+        return CrossState(Cache(silence(k, keys).contiguous()), Cache(silence(v, keys).contiguous()), keys)
 
     def recall(self, x: Float[Tensor, "B n D"], memory: CrossState) -> Float[Tensor, "B n D"]:
         """Attention from `x` over a remembered memory."""
         (q,) = self._project(x, 0, 1)
-        return self._merge(
-            self.attention.operator(q, memory.keys.past, Mask(keys=memory.mask)).apply(memory.values.past)
-        )
+        mask = Mask(keys=memory.mask, silent=True)
+        return self._merge(self.attention.operator(q, memory.keys.past, mask).apply(memory.values.past))
 
     def _project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
         """Projections first..last of (queries, keys, values), each (B, H, length, d_head)."""

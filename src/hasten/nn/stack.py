@@ -1,12 +1,12 @@
 """Stacks of layers that take one attention spec per layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hasten.attention import AttentionSpec, Mask
+from hasten.attention import Attention, AttentionSpec, Mask, Traits
 from hasten.errors import UserError
 from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
 
@@ -20,6 +20,18 @@ def per_layer(specs: Sequence[T], n_layers: int, name: str) -> list[T]:
     return list(specs) * (n_layers if len(specs) == 1 else 1)
 
 
+def build(
+    specs: Sequence[AttentionSpec], n_layers: int, name: str, able: Callable[[Traits], bool], need: str
+) -> list[Attention]:
+    """One mechanism for each layer; `UserError` naming the layer whose mechanism's traits are not `able`."""
+    specs = per_layer(specs, n_layers, name)
+    attentions: list[Attention] = [spec.build() for spec in specs]
+    for i, (spec, attention) in enumerate(zip(specs, attentions, strict=True)):
+        if not able(attention.traits):
+            raise UserError(f"{name}, layer {i + 1}: {spec.kind} attention cannot serve here, where {need}")
+    return attentions
+
+
 class Encoder(nn.Module):
     """Bidirectional layers and a final normalisation: (B, S, D) to (B, S, D)."""
 
@@ -27,8 +39,8 @@ class Encoder(nn.Module):
         self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float, attention: Sequence[AttentionSpec]
     ):
         super().__init__()
-        specs = per_layer(attention, n_layers, "encoder attention")
-        self.layers = nn.ModuleList(EncoderLayer(d_model, n_heads, d_ff, dropout, spec.build()) for spec in specs)
+        own = build(attention, n_layers, "encoder attention", lambda traits: traits.key_padding, "sentences are padded")
+        self.layers = nn.ModuleList(EncoderLayer(d_model, n_heads, d_ff, dropout, a) for a in own)
         self.norm = nn.LayerNorm(d_model)
 
     def forward(self, x: Float[Tensor, "B S D"], mask: Tensor) -> Float[Tensor, "B S D"]:
@@ -52,14 +64,22 @@ class Decoder(nn.Module):
         cross_attention: Sequence[AttentionSpec],
     ):
         super().__init__()
-        own = per_layer(attention, n_layers, "decoder attention")
-        cross = per_layer(cross_attention, n_layers, "cross attention")
-        for spec in own:
-            traits = spec.build().traits
-            if traits.causal != "strict" or not traits.step:
-                raise UserError(f"{spec.kind} attention cannot decode: a decoder needs a strictly causal mechanism")
+        own = build(
+            attention,
+            n_layers,
+            "decoder attention",
+            lambda traits: traits.causal == "strict" and traits.step,
+            "outputs are made step by step: the mechanism must be strictly causal",
+        )
+        cross = build(
+            cross_attention,
+            n_layers,
+            "cross attention",
+            lambda traits: traits.cross and traits.key_padding,
+            "queries read another, padded sequence",
+        )
         self.layers: nn.ModuleList = nn.ModuleList(
-            DecoderLayer(d_model, n_heads, d_ff, dropout, a.build(), b.build()) for a, b in zip(own, cross, strict=True)
+            DecoderLayer(d_model, n_heads, d_ff, dropout, a, b) for a, b in zip(own, cross, strict=True)
         )
         self.norm = nn.LayerNorm(d_model)
 

@@ -1,0 +1,76 @@
+"""What every test shares: the shapes written in signatures are enforced, in the modules that are all tensors."""
+
+import inspect
+import sys
+
+import jaxtyping
+import pytest
+
+CHECKED = ("hasten.attention", "hasten.nn")
+
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch):
+    """The code as users run it: torch's compilers cannot trace the shape checks."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    modules = [module for name, module in sys.modules.items() if name.startswith(CHECKED)]
+    for checked in {value for module in modules for value in vars(module).values() if isinstance(value, type)}:
+        for name, method in list(vars(checked).items()):
+            if inspect.isfunction(method) and hasattr(method, "__wrapped__"):
+                monkeypatch.setattr(checked, name, method.__wrapped__)
+
+
+@pytest.fixture(scope="session")
+def words() -> list[str]:
+    """Lines of a made-up language with a few hundred words."""
+    import random
+
+    draw = random.Random(0)
+    syllables = ["ka", "mo", "ti", "re", "lun", "sch", "ö", "ä", "er", "en", "ing", "do", "fi", "pe", "zu"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(2, 4))) for _ in range(300)]
+    return [" ".join(draw.choices(words, k=draw.randint(1, 9))) + draw.choice([".", "!", "?", ""]) for _ in range(400)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(words: list[str]):
+    """400 pieces learnt from `words`."""
+    from hasten.data.tokenizer import Tokenizer
+
+    return Tokenizer.train(words, 400)
+
+
+@pytest.fixture(scope="session")
+def tiny_spec():
+    """The spec of a very small model of a kind."""
+    from hasten import spec as specs
+
+    def make(kind: str, **options):
+        small = {"d_model": 32, "d_ff": 64, "n_heads": 4, "encoder_layers": 1, **options}
+        return specs.parse({"data": {"path": "nowhere"}, "model": {"kind": kind, **small}}, "tests")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tokenizer, tiny_spec):
+    """The run directory of a very small model of a kind with random weights; not to be changed."""
+    import torch
+
+    from hasten.training import checkpoint
+
+    made = {}
+
+    def make(kind: str):
+        if kind not in made:
+            directory = made[kind] = tmp_path_factory.mktemp(kind)
+            spec = tiny_spec(kind)
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model = spec.model.build(tokenizer.vocab_size)
+            checkpoint.write_run(directory, spec, tokenizer)
+            checkpoint.save_weights(directory / checkpoint.WEIGHTS, model.state_dict(), tokenizer)
+        return made[kind]
+
+    return make
