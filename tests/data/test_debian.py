@@ -292,6 +292,9 @@ class Shelf:
             records.append(f"Package: p{number}x\nDescription-md5: {number}\nDescription-{language}: {words}\n")
         return "\n".join(records)
 
+    def description_indexes(self, language):
+        return {f"stable_main_i18n_Translation-{language}": "0"}
+
     def packages_index(self):
         return ""
 
@@ -327,6 +330,7 @@ def test_the_corpus_records_sources_versions_and_licences(shelf, tmp_path):
     assert corpus.splits == ("train", "valid", "test", "test-ood")
     sources = corpus.manifest["sources"]
     assert sources["krita"]["packages"] == {"krita-l10n": "1"}
+    assert len(sources["debian-descriptions"]["indexes"]) == 2
     assert sources["harden-doc"] == {
         "packages": {},
         "absent": ["harden-doc"],
@@ -433,6 +437,9 @@ def test_lists_are_fetched_into_the_work_directory(archive, tmp_path):
     packages.update()
     assert packages.has_lists()
     assert packages.descriptions("de") == "Package: de\n"
+    assert packages.description_indexes("de") == {
+        "x_main_i18n_Translation-de": hashlib.sha256(b"Package: de\n").hexdigest()
+    }
     assert f"Dir::State::lists={tmp_path / 'work' / 'lists'}" in (archive / "log").read_text()
 
 

@@ -151,7 +151,9 @@ def _read_sources(
         )
     )
     licences.add(DESCRIPTIONS, {}, {})
-    yield DESCRIPTIONS, _keyed(DESCRIPTIONS, raw), {"packages": {}, "unaligned": dict(sorted(dropped.items()))}
+    indexes = {**packages.description_indexes("en"), **packages.description_indexes(language)}
+    facts = {"packages": {}, "indexes": indexes, "unaligned": dict(sorted(dropped.items()))}
+    yield DESCRIPTIONS, _keyed(DESCRIPTIONS, raw), facts
 
     wanted = {
         name: [package.format(language) for package in source.packages]

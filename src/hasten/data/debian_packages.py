@@ -65,6 +65,15 @@ class Packages:
         """Text of all Translation indexes of a language."""
         return "\n\n".join(self._read_index(path) for path in self._indexes(language))
 
+    def description_indexes(self, language: str) -> dict[str, str]:
+        """SHA-256 of the text of every Translation index of a language, by its name (archive, release, component)."""
+        return {
+            path.name.split("Translation-")[0] + f"Translation-{language}": hashlib.sha256(
+                self._read_index(path).encode()
+            ).hexdigest()
+            for path in self._indexes(language)
+        }
+
     def packages_index(self) -> str:
         """Text of all Packages indexes."""
         return "\n\n".join(self._read_index(path) for path in sorted(self.lists.glob("*_main_binary-*_Packages*")))
