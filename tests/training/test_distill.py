@@ -29,15 +29,15 @@ LINES = [f"open the {thing} number {number}" for number in range(12) for thing i
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that has learnt nothing."""
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_spec) -> str:
+    """A model that has learnt nothing but the pieces of these lines, so that few steps decode one."""
     directory = tmp_path_factory.mktemp("model")
-    shape = {"d_model": 32, "n_heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 1}
-    spec = specs.parse({"data": {"path": "nowhere"}, "model": {"kind": "autoregressive", **shape}}, "test")
+    spec = tiny_spec("autoregressive", decoder_layers=1)
     tokenizer = Tokenizer.train(LINES, 292)
-    torch.manual_seed(3)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        weights = spec.model.build(tokenizer.vocab_size).state_dict()
     checkpoint.write_run(directory, spec, tokenizer)
-    weights = spec.model.build(tokenizer.vocab_size).state_dict()
     checkpoint.save_weights(directory / checkpoint.WEIGHTS, weights, tokenizer)
     return str(directory)
 
@@ -161,21 +161,23 @@ def keep_all(shard_lines: int) -> DistillSpec:
 
 
 def test_a_model_teaches_what_it_translates(model: str, tmp_path: Path):
-    report = distill(ModelTeacher(model, beam=2), write_source(tmp_path, LINES), tmp_path / "out", keep_all(10))
-    expected = hasten.load(model).translate(LINES, beam=2)
+    lines = LINES[:10]
+    report = distill(ModelTeacher(model, beam=2), write_source(tmp_path, lines), tmp_path / "out", keep_all(4))
+    expected = hasten.load(model).translate(lines, beam=2)
     written = (tmp_path / "out").read_text(encoding="utf-8").split("\n")[:-1]
-    assert len(written) == len(LINES)
-    assert {written[i] for i in range(len(LINES)) if written[i] != expected[i]} <= {""}
+    assert len(written) == len(lines)
+    assert report["counts"].get("kept", 0) == sum(map(bool, written))
+    assert all(line in ("", said) for line, said in zip(written, expected, strict=True))
     assert report["settings"]["unit"] == "pieces"
     assert report["teacher"]["beam"] == 2
     assert len(str(report["teacher"]["weights sha256"])) == 64
 
 
-@pytest.mark.parametrize(("shard_lines", "batch_tokens", "workers"), [(5, 30, 1), (11, 64, 2)])
+@pytest.mark.parametrize(("shard_lines", "batch_tokens", "workers"), [(5, 30, 1), (9, 64, 2)])
 def test_shards_batches_and_workers_change_nothing(
     model: str, tmp_path: Path, shard_lines: int, batch_tokens: int, workers: int
 ):
-    source = write_source(tmp_path, LINES)
+    source = write_source(tmp_path, LINES[4:24])
     distill(ModelTeacher(model, beam=1), source, tmp_path / "plain", keep_all(1000))
     teacher = ModelTeacher(model, beam=1, batch_tokens=batch_tokens)
     distill(teacher, source, tmp_path / "other", keep_all(shard_lines), workers=workers)

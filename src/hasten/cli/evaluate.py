@@ -177,7 +177,8 @@ def _print(test_set: _TestSet, results: Sequence[_Result], differences: "Sequenc
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{test_set.name}: {len(test_set.source):,} sentences", title_justify="left")
+    typer.echo(f"{test_set.name}: {len(test_set.source):,} sentences")
+    table = Table()
     table.add_column("model", overflow="fold")
     for heading in ("beam", "BLEU", "chrF2", "length", "repetition", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)

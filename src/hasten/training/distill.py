@@ -129,6 +129,8 @@ def distill(
     lines = read_lines(source)[: spec.limit]
     if not lines:
         raise UserError(f"{source} has no lines")
+    if out.exists() and out.samefile(source):
+        raise UserError(f"--out is the source itself, {source}; give another --out")
     task = _task(teacher, lines, spec)
     with Output.opened(out, task, force) as output:
         _translate(output, teacher, lines, spec, workers, observe)
@@ -214,9 +216,9 @@ class Output:
     @contextmanager
     def opened(cls, out: Path, task: dict[str, Any], force: bool) -> Iterator["Output"]:
         """Take up unfinished work on `out` or begin; nobody else can meanwhile."""
-        partial_file, progress = beside(out, "partial"), beside(out, "progress.json")
         if out.is_dir():
             raise UserError(f"{out} is a directory; name a file, for example {out / 'distilled.txt'}")
+        partial_file, progress = beside(out, "partial"), beside(out, "progress.json")
         if out.exists() and not force:
             raise UserError(f"{out} exists; give another --out, or --force to replace it")
         try:
