@@ -1,5 +1,6 @@
 """Types with a range, for the fields of specs."""
 
+import math
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -7,8 +8,9 @@ from annotated_types import Ge, Gt, Le, Lt
 PositiveInt = Annotated[int, Gt(0)]
 Depth = Annotated[int, Gt(0), Le(1000)]  # a damaged configuration must not keep the machine busy building layers
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+PositiveFloat = Annotated[float, Gt(0), Lt(math.inf)]
+NonNegativeFloat = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Lt(1)]
 
 

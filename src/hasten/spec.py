@@ -1,7 +1,7 @@
 """A run as data: frozen specs, read from TOML with `key=value` overrides; anything unknown is an error."""
 
 import dataclasses
-import difflib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from hasten.errors import UserError
-from hasten.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, Spec
+from hasten.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Share, Spec
 from hasten.models import ModelSpec
+from hasten.spec_errors import explain
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,14 +59,14 @@ class TrainingSpec(Spec):
     warmup: NonNegativeInt = 400
     """Steps of linear rise from 0."""
     schedule: Literal["linear", "inverse_sqrt", "hold_then_linear"] = "hold_then_linear"
-    """After the rise: straight to 0; with 1 / sqrt(step); or level and then straight to 0 over the last `decay` share."""
+    """After the rise: straight to 0; with 1 / sqrt(step); or level, and straight to 0 over the last `decay` share."""
     decay: Share = 0.3
     """Share of the run that `hold_then_linear` spends falling to 0."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices (AdamW)."""
     clip: PositiveFloat = 1.0
     """Largest norm of the gradient."""
-    seed: NonNegativeInt = 1
+    seed: Seed = 1
     """Everything random in the run follows from it."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of matrix products; auto: bfloat16 where the device computes it natively."""
@@ -111,11 +112,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def parse(table: dict[str, Any], origin: str) -> RunSpec:
-    """A run from nested tables; `origin` names them in errors."""
+    """A run from nested tables; `origin` names them in errors. Types are strict: "500" is no number, 1 no flag."""
     try:
-        return _ADAPTER.validate_python(table)
+        # Strictness as JSON has it: arrays become tuples and tables specs, and nothing else is converted.
+        return _ADAPTER.validate_json(json.dumps(table, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_first(error)}") from error
+        raise UserError(f"{origin}: {explain(error, table, RunSpec)}") from error
 
 
 def dump(spec: RunSpec) -> str:
@@ -131,30 +133,20 @@ def _without_none(value: Any) -> Any:
 
 def _apply(table: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    *sections, key = name.strip().split(".")
-    if not equals or not key or not all(sections):
+    *sections, key = (part.strip() for part in name.split("."))
+    if not equals or not key or not sections or not all(sections):
         raise UserError(f"{override!r} is not an override; write section.key=value, for example training.steps=500")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f"{override!r}: {section} is not a section")
-    table[key] = value
+    table[key] = _value(text)
 
 
-def _first(error: ValidationError) -> str:
-    """The first problem in one line, with the closest allowed name where a name is unknown."""
-    problem = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        close = difflib.get_close_matches(str(problem["loc"][-1]), _FIELD_NAMES, n=1)
-        return f"unknown key {where}" + (f"; did you mean {close[0]}?" if close else "")
-    found = "" if problem["type"].startswith("missing") else f", got {problem['input']!r}"
-    return f"{where}: {problem['msg']}{found}"
-
-
-_SECTIONS = (DataSpec, TokenizerSpec, TrainingSpec, RunSpec)
-_FIELD_NAMES = [field.name for section in _SECTIONS for field in dataclasses.fields(section)]
+def _value(text: str) -> Any:
+    """A value in TOML notation; what is none is a string as it stands, so that paths need no quotes."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return read["value"] if len(read) == 1 else text

@@ -11,28 +11,38 @@ from hasten.spec import RunSpec
 def write_card(directory: Path, spec: RunSpec, parameters: int) -> None:
     """README.md: the recipe, the data, the time and the scores measured during training."""
     rows = read_metrics(directory)
-    trained = [row for row in rows if "seconds" in row]
-    validated = [row for row in rows if "valid_bleu" in row]
     corpus = Corpus.open(spec.data.path)
+    train = corpus.manifest["splits"]["train"]
+    options = spec.training
     lines = [
-        f"# {directory.name}",
+        f"# {directory.resolve().name}",
         "",
-        f"A `{spec.model.kind}` model, {corpus.source_language} to {corpus.target_language}, "
-        f"{parameters:,} parameters, made by hasten.",
+        f"Kind `{spec.model.kind}`, {corpus.source_language} to {corpus.target_language}, {parameters:,} parameters, "
+        "made by hasten.",
         "",
-        f"- data: `{spec.data.path}`" + (f", targets `{spec.data.distilled}`" if spec.data.distilled else ""),
-        f"- updates: {spec.training.steps:,} of about {spec.training.batch_tokens:,} padded tokens",
+        f"- data: `{spec.data.path}`, {train['pairs']:,} training pairs"
+        + (f", targets `{spec.data.distilled}`" if spec.data.distilled else ""),
+        f"- updates: {options.steps:,} of {options.accumulate:,} x {options.batch_tokens:,} padded tokens",
+        *([f"- weights to begin with: `{options.init_from}`"] if options.init_from else []),
+        *_measured(spec, rows),
+        "- again: `hasten train config.toml --out DIR` (paths in `config.toml` count from where the run was started)",
     ]
-    if trained:
-        lines.append(f"- last training loss: {trained[-1]['loss']:.3f}")
-    if validated:
-        last = validated[-1]
+    (directory / "README.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _measured(spec: RunSpec, rows: list[dict[str, Any]]) -> list[str]:
+    trained = next((row for row in reversed(rows) if "seconds" in row), None)
+    validated = next((row for row in reversed(rows) if "valid_bleu" in row), None)
+    lines = []
+    if trained is not None:
+        hours, minutes = divmod(round(trained["seconds"] / 60), 60)
+        lines.append(f"- time: {hours} h {minutes:02d} min, training loss at the end {trained['loss']:.3f}")
+    if validated is not None:
         lines.append(
-            f"- validation ({spec.training.validate_sentences} sentences, greedy): BLEU {last['valid_bleu']:.1f}, "
-            f"chrF {last['valid_chrf']:.1f}"
+            f"- validation ({spec.training.validate_sentences} sentences, last weights, greedy): "
+            f"BLEU {validated['valid_bleu']:.1f}, chrF {validated['valid_chrf']:.1f}"
         )
-    lines += ["", "Everything that defines the run is in `config.toml`.", ""]
-    (directory / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    return lines
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

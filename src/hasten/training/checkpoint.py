@@ -1,9 +1,8 @@
-"""Model directories (complete, pickle-free) and the state that lets a run go on."""
+"""Model directories: complete and pickle-free."""
 
-import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,20 +17,25 @@ from hasten.models.base import GenerationModel
 from hasten.spec import RunSpec
 
 CONFIG, TOKENIZER, WEIGHTS = "config.toml", "tokenizer.model", "model.safetensors"
-STATE = "state"
+STATE, RECENT = "state", "recent"
 _FORMAT = {"format": "hasten", "version": "1"}
 
 
 def write_run(directory: Path, spec: RunSpec, tokenizer: Tokenizer) -> None:
     """The parts of a model directory that are known before training."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(specs.dump(spec), encoding="utf-8")
-    tokenizer.save(directory / TOKENIZER)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG).write_text(specs.dump(spec), encoding="utf-8")
+        tokenizer.save(directory / TOKENIZER)
+    except OSError as error:
+        raise UserError(f"cannot write a run to {directory}: {error.strerror}") from error
 
 
 def clear_run(directory: Path) -> None:
-    """Remove what an earlier run left, so that nothing of it is taken for the new one."""
-    for name in (STATE, STATE + ".new", STATE + ".old", "recent", "tensorboard"):
+    """Remove what an earlier run left, so that nothing of it is taken for the new one; other directories stay."""
+    if not holds_run(directory):
+        return
+    for name in (STATE, STATE + ".new", STATE + ".old", RECENT, "tensorboard"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in (CONFIG, TOKENIZER, WEIGHTS, "metrics.jsonl", "README.md"):
         (directory / name).unlink(missing_ok=True)
@@ -41,8 +45,11 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer
     """Write tensors with the tokenizer's fingerprint; the file appears whole or not at all."""
     partial = path.with_suffix(".partial")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(plain, partial, metadata={**_FORMAT, "tokenizer": tokenizer.fingerprint})
-    os.replace(partial, path)
+    try:
+        save_file(plain, partial, metadata={**_FORMAT, "tokenizer": tokenizer.fingerprint})
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}; what was saved before is whole") from error
 
 
 def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Tensor]:
@@ -114,59 +121,18 @@ def fill_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     return sorted(matching)
 
 
-def save_state(
-    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, keep: int
-) -> None:
-    """Write what resuming needs, and one more snapshot for averaging; an interruption leaves the old state whole."""
-    state, new = directory / STATE, directory / (STATE + ".new")
-    recent = directory / "recent"
-    recent.mkdir(exist_ok=True)
-    save_weights(recent / f"step-{step:08d}.safetensors", model.state_dict(), tokenizer)
-    for old in sorted(recent.glob("step-*.safetensors"))[:-keep]:
-        old.unlink()
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    save_weights(new / WEIGHTS, model.state_dict(), tokenizer)
-    save_weights(new / "optimizer.safetensors", _optimizer_tensors(model, optimizer), tokenizer)
-    (new / "state.json").write_text(json.dumps({"step": step, "torch": torch.__version__}), encoding="utf-8")
-    old = directory / (STATE + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if state.exists():
-        os.replace(state, old)
-    os.replace(new, state)
-    shutil.rmtree(old, ignore_errors=True)
+def holds_run(directory: Path) -> bool:
+    """Whether anything of a run is there that would be lost."""
+    names = (CONFIG, WEIGHTS, STATE, STATE + ".old")
+    return any((directory / name).exists() for name in names)
 
 
-def load_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer) -> int:
-    """Restore `save_state`; returns the number of steps done."""
-    state = directory / STATE
-    if not state.exists() and (directory / (STATE + ".old")).exists():
-        state = directory / (STATE + ".old")
-    if not (state / "state.json").exists():
+def claim(directory: Path, *, resume: bool, force: bool) -> None:
+    """`UserError` unless a run may be written there: new, empty, or as `resume` and `force` say."""
+    occupied = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    if resume and not any((directory / name).exists() for name in (STATE, STATE + ".old")):
         raise UserError(f"{directory} holds no saved state to resume from; start without --resume")
-    fill(model, read_weights(state / WEIGHTS, tokenizer), str(state / WEIGHTS))
-    saved = read_weights(state / "optimizer.safetensors", tokenizer)
-    for name, parameter in model.named_parameters():
-        entry = {key: saved[f"{name}|{key}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{name}|{key}" in saved}
-        if entry:
-            optimizer.state[parameter] = {
-                key: value.to(parameter.device if key != "step" else value.device) for key, value in entry.items()
-            }
-    return int(json.loads((state / "state.json").read_text(encoding="utf-8"))["step"])
-
-
-def average(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """The mean of several snapshots, summed in float64."""
-    total: dict[str, Tensor] = {}
-    for path in paths:
-        for name, tensor in read_weights(path, tokenizer).items():
-            total[name] = total[name] + tensor.double() if name in total else tensor.double()
-    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}|{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value))
-    return tensors
+    if occupied and not holds_run(directory):
+        raise UserError(f"{directory} holds something other than a run; choose another --out")
+    if occupied and not resume and not force:
+        raise UserError(f"{directory} holds a run; give --resume to go on with it or --force to write over it")

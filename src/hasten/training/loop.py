@@ -1,27 +1,36 @@
-"""The training loop: batch, loss, step; at intervals save, and translate a slice of the validation text."""
+"""The training loop: batch, loss, step; at intervals translate a slice of the validation text, and save."""
 
+import array
+import dataclasses
+import hashlib
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
+from hasten import spec as specs
 from hasten.data.batch import Pair, endless_batches, pair_batch
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.models.base import GenerationModel
 from hasten.nn.loss import LossTerm
 from hasten.spec import RunSpec
-from hasten.training import checkpoint
+from hasten.training import checkpoint, state
 from hasten.training.metrics import quality
 from hasten.training.optim import adamw, learning_rate
+from hasten.training.processes import make_accelerator, multiplies_in_bfloat16
+from hasten.training.state import Progress
 from hasten.translator import Translator
+
+METRICS = "metrics.jsonl"
+_LARGEST_SEED = 2**63
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,13 @@ class Task:
     valid_source: list[str]
     valid_target: list[str]
 
+    def fingerprint(self) -> str:
+        """SHA-256 of the training pairs: a run goes on only with the pairs it began with."""
+        digest = hashlib.sha256()
+        for source, target in self.pairs:
+            digest.update(array.array("q", [len(source), len(target), *source, *target]).tobytes())
+        return digest.hexdigest()
+
 
 class Interrupted(Exception):
     """The run was asked to stop; its state is saved."""
@@ -54,169 +70,260 @@ def train(
     tokenizer: Tokenizer,
     task: Task,
     *,
-    resume: bool,
-    observe: Callable[[Report], None],
-    announce: Callable[[dict[str, Any]], None],
+    resume: bool = False,
+    observe: Callable[[Report], None] = lambda report: None,
+    announce: Callable[[dict[str, Any]], None] = lambda row: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> GenerationModel:
-    """Run `spec` in `directory` and return the averaged model.
+    """Run `spec` in `directory` and return the averaged model, in eval mode.
 
-    `observe` gets a report every step, `announce` every row that is written to `metrics.jsonl`; when `stop` turns
-    True the state is saved and `Interrupted` raised. Resuming continues to the same weights as an uninterrupted run:
-    batches, dropout and sampling are functions of (seed, step) alone.
+    An earlier run in `directory` is removed unless `resume`. Under `accelerate launch` every process calls this with
+    equal arguments; the main one writes and speaks. `observe` gets a report every step, `announce` every row of
+    `metrics.jsonl` and what else is worth a line; when `stop` turns True the state is saved and `Interrupted` raised.
+    Resuming continues to the same weights as an uninterrupted run: batches, dropout and sampling are functions of
+    (seed, step) alone. The global random numbers are afterwards what they were before.
+
+    Raises `UserError` where there is nothing to learn from, the loss stops being finite, the state to resume does not
+    belong to `spec` and `task`, or the directory cannot be written; the last saved state stays.
     """
-    options = spec.training
-    with torch.random.fork_rng():
-        torch.manual_seed(options.seed)
-        model = spec.model.build(tokenizer.vocab_size)
-        run = _Run(spec, directory, tokenizer, model)
-        start = run.restore() if resume else run.initialise(announce)
-        run.loop(start, task, observe, announce, stop)
-    return run.averaged()
-
-
-def precision(wanted: str, device: torch.device) -> str:
-    """Accelerate's name of the arithmetic; "auto" takes bfloat16 where the device multiplies it natively."""
-    if wanted != "auto":
-        return {"float32": "no", "bfloat16": "bf16"}[wanted]
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return "bf16" if device.type == "cpu" and cpu_multiplies_bfloat16() else "no"
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this processor has bfloat16 dot products (AVX512-BF16, AMX or the Arm extension)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    except OSError:
-        return False
-    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+    if not task.pairs:
+        raise UserError("no training pairs are left after filtering; see data.path, data.distilled and data.max_tokens")
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(spec.training.seed % _LARGEST_SEED)
+        run = _Run(spec, directory, tokenizer, task, announce)
+        progress = run.restore() if resume else run.initialise()
+        run.loop(progress, observe, stop)
+        return run.averaged()
 
 
 class _Run:
     """The moving parts of one run."""
 
-    def __init__(self, spec: RunSpec, directory: Path, tokenizer: Tokenizer, model: GenerationModel):
-        self.spec, self.options, self.directory, self.tokenizer = spec, spec.training, directory, tokenizer
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.accelerator = Accelerator(
-            mixed_precision=precision(self.options.precision, device), cpu=device.type == "cpu"
-        )
-        self.model = model.to(self.accelerator.device)
-        self.optimizer = adamw(self.model, self.options)
-
-    def initialise(self, announce: Callable[[dict[str, Any]], None]) -> int:
-        """Weights of another model wherever names and shapes agree, if the spec names one."""
-        if self.options.init_from is not None:
-            from hasten.pretrained import resolve
-
-            source = resolve(self.options.init_from)
-            weights = checkpoint.read_weights(source / checkpoint.WEIGHTS)
-            copied = checkpoint.fill_matching(self.model, weights)
-            announce({"initialised_from": self.options.init_from, "tensors": len(copied)})
-        return 0
-
-    def restore(self) -> int:
-        return checkpoint.load_state(self.directory, self.model, self.optimizer, self.tokenizer)
-
-    def loop(
+    def __init__(
         self,
-        start: int,
+        spec: RunSpec,
+        directory: Path,
+        tokenizer: Tokenizer,
         task: Task,
-        observe: Callable[[Report], None],
         announce: Callable[[dict[str, Any]], None],
-        stop: Callable[[], bool],
-    ) -> None:
-        """Steps start .. steps - 1."""
-        options, accelerator = self.options, self.accelerator
-        if not task.pairs:
-            raise UserError("no training pairs are left after filtering; see the counts above")
-        model, optimizer = accelerator.prepare(self.model, self.optimizer)
-        per_step = options.accumulate * accelerator.num_processes
-        batches = endless_batches(task.pairs, options.batch_tokens, options.seed, skip=start * per_step)
-        began, tokens, smooth = time.monotonic(), 0, math.nan
-        for step in range(start, options.steps):
+    ):
+        self.spec, self.options, self.task = spec, spec.training, task
+        self.directory, self.tokenizer = directory, tokenizer
+        self.accelerator = make_accelerator()
+        self.main = self.accelerator.is_main_process
+        self._announce = announce
+        self.bfloat16 = multiplies_in_bfloat16(self.options.precision, self.accelerator.device)
+        self.model: GenerationModel = spec.model.build(tokenizer.vocab_size).to(self.accelerator.device)
+        self.optimizer = adamw(self.model, self.options)
+        self.data = task.fingerprint()
+
+    def initialise(self) -> Progress:
+        """A new run: fresh weights, those of `training.init_from` wherever names and shapes agree."""
+        rows = [] if self.options.init_from is None else [self._copy_weights(self.options.init_from)]
+        if self.main:
+            checkpoint.clear_run(self.directory)
+            checkpoint.write_run(self.directory, self.spec, self.tokenizer)
+        for row in rows:
+            self.record(row)
+        return Progress(data=self.data)
+
+    def _copy_weights(self, name: str) -> dict[str, Any]:
+        from hasten.pretrained import resolve
+
+        source = resolve(name)
+        theirs = Tokenizer.load(source / checkpoint.TOKENIZER)
+        if theirs.fingerprint != self.tokenizer.fingerprint:
+            raise UserError(f"training.init_from {name} has another tokenizer; set tokenizer.from_model = {name!r} too")
+        weights = checkpoint.read_weights(source / checkpoint.WEIGHTS, theirs)
+        copied = checkpoint.fill_matching(self.model, weights)
+        if not copied:
+            raise UserError(f"training.init_from {name}: none of its weights has a name and shape of this model")
+        return {"initialised_from": name, "tensors": len(copied), "of": len(self.model.state_dict())}
+
+    def restore(self) -> Progress:
+        """Go on with what is saved, after checking that it belongs to this spec and these pairs."""
+        saved = specs.load(self.directory / checkpoint.CONFIG)
+        if saved.tokenizer != self.spec.tokenizer:
+            raise UserError(
+                f"{self.directory} has {saved.tokenizer}, this configuration {self.spec.tokenizer}; "
+                "a run keeps its tokenizer: leave [tokenizer] as it was or start anew"
+            )
+        progress = state.load_state(self.directory, self.model, self.optimizer, self.tokenizer)
+        if progress.data not in ("", self.data):
+            raise UserError(
+                f"the training pairs are not those that {self.directory} began with (files of [data], or its settings, "
+                "have changed); restore them or start anew"
+            )
+        if progress.batches < 0:
+            progress = dataclasses.replace(progress, batches=progress.step * self._batches_per_step())
+        if self.main:
+            self._forget_after(progress.step)
+            checkpoint.write_run(self.directory, self.spec, self.tokenizer)
+            self._announce({"resumed_at": progress.step, **differences(saved, self.spec)})
+        return dataclasses.replace(progress, data=self.data)
+
+    def _forget_after(self, step: int) -> None:
+        """Drop what a run that was killed had written beyond its saved state."""
+        for snapshot in state.snapshots(self.directory):
+            if state.step_of(snapshot) > step:
+                snapshot.unlink()
+        path = self.directory / METRICS
+        rows = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = [row for row in rows if row.endswith("\n") and json.loads(row).get("step", 0) <= step]
+        path.write_text("".join(kept), encoding="utf-8")
+
+    def _batches_per_step(self) -> int:
+        return self.options.accumulate * self.accelerator.num_processes
+
+    def loop(self, progress: Progress, observe: Callable[[Report], None], stop: Callable[[], bool]) -> None:
+        """Steps progress.step .. steps - 1."""
+        options, began, tokens = self.options, time.monotonic(), 0
+        model, optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        batches = endless_batches(self.task.pairs, options.batch_tokens, options.seed, skip=progress.batches)
+        before = progress
+        for step in range(before.step, options.steps):
             self.model.train()
             self.model.progress(step / options.steps)
-            mine = [next(batches) for _ in range(per_step)][accelerator.process_index :: accelerator.num_processes]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step)
-            loss, parts, seen = self._update(model, optimizer, step, mine, task.pairs)
+            loss, parts, seen, stopping = self._update(model, optimizer, step, batches, stop())
             tokens += seen
-            smooth = loss if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss
-            done, elapsed = step + 1, time.monotonic() - began
-            left = elapsed / (done - start) * (options.steps - done)
-            observe(Report(done, options.steps, smooth, tokens / elapsed, left))
-            last = done == options.steps or stop()
-            if last or done % options.save_every == 0:
-                self._save(done)
-                announce({"step": done, "loss": smooth, **parts, "lr": learning_rate(options, step),
-                          "tokens_per_second": tokens / elapsed, "seconds": elapsed})  # fmt: skip
-            if options.validate_sentences and (done == options.steps or done % options.validate_every == 0):
-                announce({"step": done, **self.validate(task)})
-            if last and done < options.steps:
-                raise Interrupted(f"stopped and saved at step {done}")
+            elapsed = time.monotonic() - began
+            progress = Progress(
+                step=step + 1,
+                batches=progress.batches + self._batches_per_step(),
+                loss=loss if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * loss,
+                seconds=before.seconds + elapsed,
+                data=self.data,
+            )
+            rate, left = tokens / elapsed, elapsed / (step + 1 - before.step) * (options.steps - step - 1)
+            if self.main:
+                observe(Report(step + 1, options.steps, progress.loss, rate, left))
+            self._note(progress, {**parts, "lr": learning_rate(options, step), "tokens_per_second": rate}, stopping)
+            if stopping and step + 1 < options.steps:
+                raise Interrupted(f"stopped and saved at step {step + 1}")
+
+    def _note(self, progress: Progress, facts: dict[str, float], stopping: bool) -> None:
+        """Rows, validation and state that are due after a step; the state comes last: it vouches for the rest."""
+        options, step = self.options, progress.step
+        last = step == options.steps
+        regular = last or step % options.save_every == 0
+        if not self.main:
+            return
+        if regular or stopping:
+            self.record({"step": step, "loss": progress.loss, **facts, "seconds": progress.seconds})
+        if options.validate_sentences and self.task.valid_source and (last or step % options.validate_every == 0):
+            self.record({"step": step, **self.validate()})
+        if regular or stopping:
+            self._save(progress, regular)
 
     def _update(
-        self, model: torch.nn.Module, optimizer: Any, step: int, mine: list[list[int]], pairs: list[Pair]
-    ) -> tuple[float, dict[str, float], int]:
-        """One update from this process's batches: the objective, its parts, and the target tokens seen."""
-        accelerator, total, seen = self.accelerator, 0.0, 0
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        step: int,
+        batches: Iterator[list[int]],
+        stop: bool,
+    ) -> tuple[float, dict[str, float], int, bool]:
+        """One update: the objective and its parts, the target tokens seen, and whether any process wants to stop."""
+        accelerator, options, total, seen = self.accelerator, self.options, 0.0, 0
         parts: dict[str, float] = {}
+        mine = list(itertools.islice(batches, self._batches_per_step()))
+        mine = mine[accelerator.process_index :: accelerator.num_processes]
         for number, indices in enumerate(mine):
-            seed = ((self.options.seed * 1_000_003 + step) * 1009 + number) * 1009 + accelerator.process_index
-            torch.manual_seed(seed)
-            generator = torch.Generator().manual_seed(seed)
-            batch = pair_batch([pairs[i] for i in indices]).to(accelerator.device)
-            with accelerator.autocast():
+            seed = ((options.seed * 1_000_003 + step) * 1009 + number) * 1009 + accelerator.process_index
+            torch.manual_seed(seed % _LARGEST_SEED)
+            generator = torch.Generator().manual_seed(seed % _LARGEST_SEED)
+            batch = pair_batch([self.task.pairs[i] for i in indices]).to(accelerator.device)
+            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.bfloat16):
                 terms = model(batch, generator)
-            objective = self._objective(terms) / len(mine)
-            accelerator.backward(objective)
-            total += float(objective.detach())
+            loss = self._objective(terms) / len(mine)
+            accelerator.backward(loss)
+            total += float(loss.detach())
             seen += int(batch.target_mask.sum())
             parts = {name: float(term.sum.detach() / term.count.clamp(min=1)) for name, term in terms.items()}
-        if not math.isfinite(total):
-            raise UserError(f"the loss became {total} at step {step}; lower training.learning_rate (terms: {parts})")
-        accelerator.clip_grad_norm_(model.parameters(), self.options.clip)
+        total, seen, stopping = self._of_all(total, seen, stop)
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), options.clip) or 0.0)
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise UserError(
+                f"at step {step + 1} the loss became {total} and its gradient {norm} (terms: {parts}); "
+                "lower training.learning_rate or raise training.warmup"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return total, parts, seen * accelerator.num_processes
+        return total, parts, seen, stopping
+
+    def _of_all(self, loss: float, seen: int, stop: bool) -> tuple[float, int, bool]:
+        """Mean loss, all tokens, and any wish to stop, over the processes."""
+        world = self.accelerator.num_processes
+        if world == 1:
+            return loss, seen, stop
+        mine = torch.tensor([loss / world, seen, stop], dtype=torch.float64, device=self.accelerator.device)
+        everyone = self.accelerator.reduce(mine, reduction="sum")
+        assert isinstance(everyone, Tensor)
+        loss, tokens, wishes = everyone.tolist()
+        return loss, int(tokens), wishes > 0
 
     def _objective(self, terms: dict[str, LossTerm]) -> Tensor:
-        """Sum over terms of weight * sum / count, counted over all processes."""
+        """Sum over terms of weight * sum / count, counted over all processes, whose gradients will be averaged."""
         world = self.accelerator.num_processes
         total = torch.zeros((), device=self.accelerator.device)
         for term in terms.values():
             count = self.accelerator.reduce(term.count.float(), reduction="sum") if world > 1 else term.count
-            total = total + term.weight * world * term.sum / count.clamp(min=1)  # type: ignore[union-attr]
+            assert isinstance(count, Tensor)
+            total = total + term.weight * world * term.sum / count.clamp(min=1)
         return total
 
-    def validate(self, task: Task) -> dict[str, Any]:
+    def record(self, row: dict[str, Any]) -> None:
+        """A row of metrics: to the file, and announced."""
+        if self.main:
+            append_metrics(self.directory, row)
+            self._announce(row)
+
+    def validate(self) -> dict[str, Any]:
         """Scores of the current weights on the first validation sentences."""
         self.model.eval()
         count = self.options.validate_sentences
-        output = Translator(self.model, self.tokenizer).translate(task.valid_source[:count])
-        scores = quality(output, task.valid_target[:count])
+        output = Translator(self.model, self.tokenizer).translate(self.task.valid_source[:count])
+        scores = quality(output, self.task.valid_target[:count])
         return {"valid_bleu": scores.bleu, "valid_chrf": scores.chrf, "valid_length_ratio": scores.length_ratio}
 
-    def _save(self, step: int) -> None:
-        """State for resuming, and the averaged model of the run directory."""
-        if not self.accelerator.is_main_process:
-            return
+    def _save(self, progress: Progress, regular: bool) -> None:
+        """The averaged model of the run directory, then the state for resuming.
+
+        At a stop between the regular saves the current weights take part in this average only, so that the run goes on
+        as if it had not been stopped.
+        """
         keep = self.options.average
-        checkpoint.save_state(self.directory, step, self.model, self.optimizer, self.tokenizer, keep)
-        snapshots = sorted((self.directory / "recent").glob("step-*.safetensors"))[-keep:]
-        weights = checkpoint.average(snapshots, self.tokenizer)
+        newest = state.save_snapshot(self.directory, progress.step, self.model, self.tokenizer)
+        weights = state.average(state.snapshots(self.directory)[-keep:], self.tokenizer)
         checkpoint.save_weights(self.directory / checkpoint.WEIGHTS, weights, self.tokenizer)
+        if not regular:
+            newest.unlink()
+        state.save_state(self.directory, progress, self.model, self.optimizer, self.tokenizer)
+        for old in state.snapshots(self.directory)[:-keep]:
+            old.unlink()
 
     def averaged(self) -> GenerationModel:
         """The model of the run directory."""
+        self.accelerator.wait_for_everyone()
         weights = checkpoint.read_weights(self.directory / checkpoint.WEIGHTS, self.tokenizer)
         checkpoint.fill(self.model, weights, str(self.directory))
         return self.model.eval()
 
 
+def differences(old: RunSpec, new: RunSpec) -> dict[str, str]:
+    """The settings in which two runs differ, as "old -> new"."""
+    found = {}
+    for section in dataclasses.fields(RunSpec):
+        one, other = (dataclasses.asdict(getattr(spec, section.name)) for spec in (old, new))
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                found[f"{section.name}.{key}"] = f"{one.get(key)} -> {other.get(key)}"
+    return found
+
+
 def append_metrics(directory: Path, row: dict[str, Any]) -> None:
     """One JSON line at the end of `metrics.jsonl`."""
-    with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    with (directory / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}) + "\n")

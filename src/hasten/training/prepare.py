@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from hasten.data.batch import Pair
-from hasten.data.corpus import Corpus
+from hasten.data.corpus import Corpus, decode_lines
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.pretrained import resolve
@@ -48,10 +48,14 @@ def read_distilled(spec: DataSpec, n_lines: int) -> list[str]:
     """The lines of `data.distilled`, as many as there are training sources."""
     assert spec.distilled is not None
     try:
-        lines = Path(spec.distilled).read_text(encoding="utf-8").split("\n")
+        lines = decode_lines(Path(spec.distilled).read_bytes(), spec.distilled)
     except OSError as error:
-        raise UserError(f"cannot read data.distilled {spec.distilled}: {error.strerror}") from error
-    lines = lines[:-1] if lines and lines[-1] == "" else lines
+        raise UserError(
+            f"cannot read data.distilled {spec.distilled}: {error.strerror}; `hasten distill` makes it"
+        ) from error
     if len(lines) != n_lines:
-        raise UserError(f"{spec.distilled} has {len(lines)} lines; the training split of {spec.path} has {n_lines}")
+        raise UserError(
+            f"data.distilled {spec.distilled} has {len(lines)} lines, the training split of {spec.path} {n_lines}; "
+            "line i must translate line i: let `hasten distill` finish, with that split's source as --src"
+        )
     return lines

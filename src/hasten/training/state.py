@@ -1,0 +1,112 @@
+"""The state that lets a run go on, and the snapshots whose mean becomes its model."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hasten.data.tokenizer import Tokenizer
+from hasten.errors import UserError
+from hasten.training.checkpoint import RECENT, STATE, WEIGHTS, fill, read_weights, save_weights
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: updates, batches of all processes, smoothed loss, seconds, and what it learns from."""
+
+    step: int = 0
+    batches: int = 0
+    loss: float = math.nan
+    seconds: float = 0.0
+    data: str = ""
+
+
+def save_state(
+    directory: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+) -> None:
+    """Write what resuming needs; an interruption at any moment leaves the old state or the new one whole."""
+    state, new, old = (directory / (STATE + suffix) for suffix in ("", ".new", ".old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    save_weights(new / WEIGHTS, model.state_dict(), tokenizer)
+    save_weights(new / OPTIMIZER, _optimizer_tensors(model, optimizer), tokenizer)
+    facts = {**dataclasses.asdict(progress), "torch": torch.__version__}
+    (new / "state.json").write_text(json.dumps(facts), encoding="utf-8")
+    if state.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(state, old)
+    os.replace(new, state)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer) -> Progress:
+    """Restore `save_state`; `UserError` where nothing is saved, or something damaged or of another model."""
+    state = directory / STATE
+    if not state.exists():
+        state = directory / (STATE + ".old")
+    if not state.exists():
+        raise UserError(f"{directory} holds no saved state to resume from; start without --resume")
+    progress = _read_progress(state / "state.json")
+    fill(model, read_weights(state / WEIGHTS, tokenizer), str(state / WEIGHTS))
+    saved = read_weights(state / OPTIMIZER, tokenizer)
+    for name, parameter in model.named_parameters():
+        keys = ("exp_avg", "exp_avg_sq", "step")
+        # The fused optimizer counts steps on the device of the parameter.
+        entry = {key: saved[f"{name}|{key}"].to(parameter.device) for key in keys if f"{name}|{key}" in saved}
+        if entry:
+            optimizer.state[parameter] = entry
+    return progress
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name: facts[field.name] for field in dataclasses.fields(Progress) if field.name in facts}
+        return Progress(**{"batches": -1, **known, "step": int(facts["step"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}); start again without --resume") from error
+
+
+def save_snapshot(directory: Path, step: int, model: nn.Module, tokenizer: Tokenizer) -> Path:
+    """The weights at a step, kept for averaging."""
+    recent = directory / RECENT
+    recent.mkdir(parents=True, exist_ok=True)
+    path = recent / f"step-{step:08d}.safetensors"
+    save_weights(path, model.state_dict(), tokenizer)
+    return path
+
+
+def snapshots(directory: Path) -> list[Path]:
+    """Snapshots in the order of their steps."""
+    return sorted((directory / RECENT).glob("step-*.safetensors"), key=step_of)
+
+
+def step_of(snapshot: Path) -> int:
+    """The number of updates that made a snapshot."""
+    return int(snapshot.stem.removeprefix("step-"))
+
+
+def average(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """The mean of several snapshots, summed in float64."""
+    total: dict[str, Tensor] = {}
+    for path in paths:
+        for name, tensor in read_weights(path, tokenizer).items():
+            total[name] = total[name] + tensor.double() if name in total else tensor.double()
+    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}|{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    return tensors
