@@ -47,7 +47,8 @@ def tiny_spec():
     from hasten import spec as specs
 
     def make(kind: str, **options):
-        small = {"d_model": 32, "d_ff": 64, "n_heads": 4, "encoder_layers": 1, **options}
+        depth = {"autoregressive": {"decoder_layers": 1}, "ctc": {"refiner_layers": 1}}.get(kind, {})
+        small = {"d_model": 32, "d_ff": 64, "n_heads": 4, "encoder_layers": 1, **depth, **options}
         return specs.parse({"data": {"path": "nowhere"}, "model": {"kind": kind, **small}}, "tests")
 
     return make

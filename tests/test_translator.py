@@ -177,7 +177,9 @@ def test_a_long_line_can_be_refused_with_its_number(narrow: Translator):
 
 
 def test_candidates_of_a_long_line_combine_those_of_its_parts(narrow: Translator):
-    sentences = ["kamo ti.", "lunsch do!"]
+    sentences = ["kamo ti re mo lunsch.", "lunsch do fi kamo!"]
+    n_tokens = [len(narrow.tokenizer.encode(text)) for text in (*sentences, " ".join(sentences))]
+    assert max(n_tokens[:2]) <= narrow.max_source_tokens < n_tokens[2]
     first, second = narrow.candidates(sentences, beam=3, n_best=3)
     [joined] = narrow.candidates([" ".join(sentences)], beam=3, n_best=3)
     pairs = sorted(((a.score + b.score) / 2 for a in first for b in second), reverse=True)

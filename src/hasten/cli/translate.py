@@ -1,13 +1,13 @@
 """hasten translate: lines in, lines out."""
 
-import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
 import typer
 
@@ -62,12 +62,37 @@ def translate(
         if output is not None and input is not None and output.exists() and output.samefile(input):
             raise UserError(f"--output {output} is the file that is read; choose another")
         translator = _load(model, device, threads)
-        target = sys.stdout.buffer if output is None else files.enter_context(_open(output, "wb"))
-        log = None if trace is None else files.enter_context(_open_text(trace))
+        target = _Sink("stdout", sys.stdout.buffer) if output is None else _Sink.open(output, files)
+        log = None if trace is None else _Sink.open(trace, files)
         job = _Job(translator, width, nbest, scores, batch_tokens, on_long, log)
         for chunk in read_chunks(source.fileno(), "stdin" if input is None else str(input)):
             for lines in job.outputs(chunk):
-                _write(target, lines, "stdout" if output is None else str(output))
+                target.write(lines)
+
+
+@dataclass(frozen=True)
+class _Sink:
+    """Where lines go, at once."""
+
+    name: str
+    file: BinaryIO
+
+    @classmethod
+    def open(cls, path: Path, files: ExitStack) -> "_Sink":
+        """A new file, unbuffered: what could not be written is not tried again on closing."""
+        return cls(str(path), files.enter_context(_open(path, "wb")))
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Write lines and flush; a reader that has gone is `BrokenPipeError`, all else that fails `UserError`."""
+        rest = memoryview("".join(line + "\n" for line in lines).encode("utf-8"))
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+            self.file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(f"cannot write {self.name}: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -80,7 +105,7 @@ class _Job:
     scores: bool
     batch_tokens: int
     on_long: Literal["split", "error"]
-    log: TextIO | None
+    log: _Sink | None
 
     def outputs(self, chunk: Chunk) -> Iterator[list[str]]:
         """Output lines; a long line that is to be refused raises after the lines before it."""
@@ -98,7 +123,7 @@ class _Job:
         )
         if self.log is not None:
             for i, line in enumerate(chunk.lines):
-                self._write_trace(self.log, chunk.first + i, line)
+                self.log.write(self._trace(chunk.first + i, line))
         return [self._format(chunk.first + i, candidate) for i, line in enumerate(found) for candidate in line]
 
     def _format(self, number: int, candidate: "Candidate") -> str:
@@ -106,12 +131,11 @@ class _Job:
         columns += [f"{candidate.score:.6f}"] if self.nbest or self.scores else []
         return "\t".join([*columns, candidate.text])
 
-    def _write_trace(self, log: TextIO, number: int, line: str) -> None:
+    def _trace(self, number: int, line: str) -> Iterator[str]:
         pieces = self.translator.tokenizer.pieces()
         for frame in self.translator.trace(line):
             for record in frame.records(pieces):
-                log.write(json.dumps({"line": number, **record}, ensure_ascii=False) + "\n")
-        log.flush()
+                yield json.dumps({"line": number, **record}, ensure_ascii=False)
 
 
 def _load(model: str, device: str, threads: int | None) -> "Translator":
@@ -130,22 +154,8 @@ def _stdin() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def _write(target: BinaryIO, lines: list[str], name: str) -> None:
+def _open(path: Path, mode: Literal["rb", "wb"]) -> FileIO:
     try:
-        target.write("".join(line + "\n" for line in lines).encode("utf-8"))
-        target.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot write {name}: {error.strerror}") from error
-
-
-def _open_text(path: Path) -> TextIO:
-    return io.TextIOWrapper(_open(path, "wb"), encoding="utf-8", newline="\n")
-
-
-def _open(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
-    try:
-        return path.open(mode)
+        return path.open(mode, buffering=0)
     except OSError as error:
         raise UserError(f"cannot open {path}: {error.strerror}") from error
