@@ -262,6 +262,19 @@ def test_padding_is_the_same_as_dropping(case: Case, side: str, causal: bool):
     assert torch.equal(seen[0], seen[2])
 
 
+@those(lambda case: case.traits.key_padding)
+def test_a_promise_of_silence_changes_nothing_when_it_is_kept(case: Case):
+    attention, keys = case.build(), make_mask("padded keys", 7, 7).keys
+    assert keys is not None
+    q, k, v = inputs()
+    qkv = q, *(x.detach().masked_fill(~keys[:, None, :, None], 0.0).requires_grad_() for x in (k, v))
+    out, expected = (
+        attention.operator(*qkv[:2], Mask(keys=keys, silent=silent)).apply(qkv[2]) for silent in (True, False)
+    )
+    assert_equal(out, expected)
+    assert_equal(gradients(out, qkv), gradients(expected, qkv))
+
+
 # O5
 
 
