@@ -17,6 +17,7 @@ from hasten.decoding.frame import Frame
 from hasten.decoding.refine import Decoded, final, refine
 from hasten.errors import UserError
 from hasten.models.base import GenerationModel, Memory
+from hasten.nn.layout import lay_out
 from hasten.pretrained import resolve
 from hasten.spec import RunSpec
 from hasten.training import checkpoint
@@ -40,7 +41,7 @@ def load(name: str | Path, device: str = "cpu") -> "Translator":
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"device {device!r} cannot be used here (try cpu, cuda or mps): {reason}") from error
-    return Translator(model, tokenizer, spec, directory, max(_FEWEST_SOURCE_TOKENS, spec.data.max_tokens))
+    return Translator(lay_out(model), tokenizer, spec, directory, max(_FEWEST_SOURCE_TOKENS, spec.data.max_tokens))
 
 
 @dataclass(frozen=True)

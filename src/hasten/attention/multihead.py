@@ -95,11 +95,14 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
         """Projections first..last of (queries, keys, values), each (B, H, length, d_head)."""
-        rows = slice(first * self.d_model, last * self.d_model)
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        y = F.linear(x, self.in_proj_weight[rows], bias)
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if (first, last) != (0, 3):
+            rows = slice(first * self.d_model, last * self.d_model)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        y = F.linear(x, weight, bias)
         y = y.view(*x.shape[:2], last - first, self.n_heads, self.d_model // self.n_heads)
         return y.permute(2, 0, 3, 1, 4).unbind(0)
 
     def _merge(self, out: Float[Tensor, "B H T d"]) -> Float[Tensor, "B T D"]:
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        # A function, since a module call costs as much as the arithmetic of one decoding step.
+        return F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)

@@ -1,0 +1,216 @@
+"""Autoregressive models as CTranslate2 directories, with a certificate that both engines say the same."""
+
+import importlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from hasten.attention.multihead import MultiHeadAttention
+from hasten.data.tokenizer import BOS, EOS, SPECIAL_IDS, UNK, Tokenizer
+from hasten.errors import MissingExtra, UserError
+from hasten.models.autoregressive import Autoregressive
+from hasten.models.base import GenerationModel
+from hasten.nn.layers import FeedForward
+from hasten.nn.positions import sinusoids
+
+QUANTIZATIONS = ("float32", "float16", "bfloat16", "int16", "int8", "int8_float32", "int8_float16", "int8_bfloat16")
+POSITIONS = 2048
+"""Rows of the exported position table: the longest source and the longest output in tokens."""
+
+
+def engine() -> Any:
+    """The ctranslate2 package; `MissingExtra` where it is not installed."""
+    try:
+        return importlib.import_module("ctranslate2")
+    except ImportError as error:
+        raise MissingExtra("ctranslate2", "export") from error
+
+
+def check_exportable(model: GenerationModel) -> Autoregressive:
+    """The model, where CTranslate2 can hold it: autoregressive, every layer with full attention; else `UserError`."""
+    holds = "CTranslate2 holds autoregressive Transformers with full attention"
+    if not isinstance(model, Autoregressive):
+        raise UserError(f"cannot export a model of kind {_kind(model)!r}: {holds}; export its teacher instead")
+    spec = model.spec
+    for name in ("encoder_attention", "decoder_attention", "cross_attention"):
+        other = sorted({str(layer.kind) for layer in getattr(spec, name)} - {"full"})
+        if other:
+            raise UserError(f"cannot export {name} of kind {', '.join(other)}: {holds} in every layer")
+    return model
+
+
+def export(
+    model: GenerationModel,
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    *,
+    quantization: str = "float32",
+    force: bool = False,
+) -> Path:
+    """Write `model` as a CTranslate2 directory, the tokenizer beside it; returns the directory.
+
+    Raises `UserError` for a model that the target cannot hold, an unknown quantization, or a directory in the way, and
+    `MissingExtra` without ctranslate2. It certifies nothing: see `hasten.export.certificate`.
+    """
+    directory = Path(directory)
+    if quantization not in QUANTIZATIONS:
+        raise UserError(f"quantization {quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
+    exportable = check_exportable(model)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; give a directory that --out may write")
+    if directory.is_dir() and any(directory.iterdir()):
+        if not force:
+            raise UserError(f"{directory} is not empty; choose another --out or give --force")
+        if not (directory / "model.bin").exists():
+            raise UserError(f"{directory} holds something else than a CTranslate2 model; it is not overwritten")
+        shutil.rmtree(directory)
+    spec = build_spec(exportable, tokenizer.pieces())
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    directory.mkdir(parents=True, exist_ok=True)
+    spec.save(str(directory))
+    tokenizer.save(directory / "tokenizer.model")
+    (directory / "README.md").write_text(_usage(quantization), encoding="utf-8")
+    return directory
+
+
+def build_spec(model: Autoregressive, pieces: Sequence[str]) -> Any:
+    """The model as a CTranslate2 specification.
+
+    Linear weights are (out, in) on both sides; queries, keys and values are stacked on rows on both sides; embeddings
+    are tied and scaled by sqrt(d_model) on both sides.
+    """
+    ctranslate2 = engine()
+    spec = ctranslate2.specs.TransformerSpec.from_config(
+        (model.spec.encoder_layers, model.spec.decoder_layers),
+        model.spec.n_heads,
+        pre_norm=True,
+        activation=ctranslate2.specs.Activation.RELU,
+    )
+    table, positions = _array(model.embedding.weight), sinusoids(POSITIONS, model.spec.d_model).numpy()
+    spec.encoder.embeddings[0].weight = table
+    spec.decoder.embeddings.weight = table
+    spec.decoder.projection.weight = table
+    for side, stack in ((spec.encoder, model.encoder), (spec.decoder, model.decoder)):
+        side.scale_embeddings = True
+        side.position_encodings.encodings = positions
+        _norm(side.layer_norm, stack.norm)
+        for target, layer in zip(side.layer, stack.layers, strict=True):
+            _layer(target, layer)
+    spec.register_source_vocabulary(list(pieces))
+    spec.register_target_vocabulary(list(pieces))
+    config = spec.config
+    config.unk_token, config.bos_token, config.eos_token = pieces[UNK], pieces[BOS], pieces[EOS]
+    config.decoder_start_token = pieces[BOS]
+    config.add_source_bos, config.add_source_eos = False, True
+    config.layer_norm_epsilon = model.encoder.norm.eps
+    return spec
+
+
+class CTranslate2Model:
+    """An exported directory: ids in, ids out, with the symbols that are no text suppressed as hasten does.
+
+    `compute` is float32, int8, ... or "default" (what the directory was quantised to).
+    """
+
+    def __init__(self, directory: str | Path, tokenizer: Tokenizer, *, threads: int = 1, compute: str = "default"):
+        self.tokenizer, self.pieces = tokenizer, tokenizer.pieces()
+        self._ids = {piece: i for i, piece in enumerate(self.pieces)}
+        self._suppressed = [[self.pieces[i]] for i in SPECIAL_IDS if i not in (UNK, EOS)]
+        self._engine = engine().Translator(
+            str(directory), device="cpu", compute_type=compute, inter_threads=1, intra_threads=threads
+        )
+
+    def decode(
+        self, sources: Sequence[list[int]], *, beam: int = 1, limit: int = 512, exactly: int | None = None
+    ) -> list[list[int]]:
+        """The best output of each source (ids without EOS on both sides), at most `limit` ids long.
+
+        exactly: forbid the end symbol, so that every output has that many ids (for timing).
+        """
+        suppressed = self._suppressed if exactly is None else [*self._suppressed, [self.pieces[EOS]]]
+        results = self._engine.translate_batch(
+            [[self.pieces[i] for i in source] for source in sources],
+            beam_size=beam,
+            max_input_length=0,
+            max_decoding_length=limit if exactly is None else exactly,
+            min_decoding_length=1 if exactly is None else exactly,
+            suppress_sequences=suppressed,
+            disable_unk=True,
+        )
+        return [[self._ids[piece] for piece in result.hypotheses[0]] for result in results]
+
+    def score(self, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[list[float]]:
+        """Log probabilities of each target's ids and of the end symbol after them."""
+        results = self._engine.score_batch(
+            [[self.pieces[i] for i in source] for source in sources],
+            [[self.pieces[i] for i in target] for target in targets],
+            max_input_length=0,
+        )
+        return [list(result.log_probs) for result in results]
+
+
+def _layer(target: Any, layer: nn.Module) -> None:
+    for name, own in (("self_attention", "self"), ("attention", "cross")):
+        if hasattr(target, name):
+            _attention(getattr(target, name), getattr(layer, f"{own}_attention"), getattr(layer, f"{own}_norm"))
+    feed_forward, norm = layer.get_submodule("feed_forward"), layer.get_submodule("feed_forward_norm")
+    assert isinstance(feed_forward, FeedForward)
+    _norm(target.ffn.layer_norm, norm)
+    _linear(target.ffn.linear_0, feed_forward.inner.weight, feed_forward.inner.bias)
+    _linear(target.ffn.linear_1, feed_forward.outer.weight, feed_forward.outer.bias)
+
+
+def _attention(target: Any, attention: MultiHeadAttention, norm: nn.Module) -> None:
+    """Two linear maps hold self-attention (QKV, O), three hold cross-attention (Q, KV, O)."""
+    weight, bias = attention.in_proj_weight, attention.in_proj_bias
+    assert bias is not None
+    split = 0 if len(target.linear) == 2 else attention.d_model
+    if split:
+        _linear(target.linear[0], weight[:split], bias[:split])
+    _linear(target.linear[-2], weight[split:], bias[split:])
+    _linear(target.linear[-1], attention.out_proj.weight, attention.out_proj.bias)
+    _norm(target.layer_norm, norm)
+
+
+def _linear(target: Any, weight: Tensor, bias: Tensor) -> None:
+    target.weight, target.bias = _array(weight), _array(bias)
+
+
+def _norm(target: Any, norm: nn.Module) -> None:
+    assert isinstance(norm, nn.LayerNorm)
+    target.gamma, target.beta = _array(norm.weight), _array(norm.bias)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+
+
+def _kind(model: GenerationModel) -> str:
+    return str(getattr(getattr(model, "spec", None), "kind", type(model).__name__))
+
+
+def _usage(quantization: str) -> str:
+    return f"""# A CTranslate2 model written by hasten ({quantization})
+
+```python
+from pathlib import Path
+from hasten.data.tokenizer import Tokenizer
+from hasten.export.ctranslate2 import CTranslate2Model
+
+here = Path(".")  # this directory
+tokenizer = Tokenizer.load(here / "tokenizer.model")
+model = CTranslate2Model(here, tokenizer)
+[ids] = model.decode([tokenizer.encode("Open the file.")])
+print(tokenizer.decode(ids))
+```
+
+Without hasten: `ctranslate2.Translator(DIR)` takes and gives SentencePiece pieces (a leading space belongs to the first
+word; U+2581 and U+E000 in a text are escaped). The end symbol is appended to sources by the engine. Pass
+`max_input_length=0`, `disable_unk=True` and `suppress_sequences=[["<pad>"], ["<s>"], ["<mask>"], ["<blank>"],
+["<placeholder>"]]` for exactly the outputs of hasten. Sources and outputs hold at most {POSITIONS} tokens.
+"""
