@@ -1,4 +1,4 @@
-"""What every test shares: the shapes written in signatures are enforced, in the modules that are all tensors."""
+"""What every test shares: the shapes written in signatures are enforced, where it is all tensors."""
 
 import inspect
 import sys
@@ -6,7 +6,7 @@ import sys
 import jaxtyping
 import pytest
 
-CHECKED = ("hasten.attention", "hasten.nn")
+CHECKED = ("hasten.attention", "hasten.decoding", "hasten.models", "hasten.nn")
 
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
