@@ -58,6 +58,7 @@ def _prepare(spec: "RunSpec", directory: Path, resume: bool) -> tuple["Tokenizer
     from hasten.data.tokenizer import Tokenizer
     from hasten.training import checkpoint, prepare, processes
 
+    prepare.check(spec)
     corpus = Corpus.open(spec.data.path)
     if resume:
         tokenizer = Tokenizer.load(directory / checkpoint.TOKENIZER)

@@ -15,7 +15,7 @@ from hasten.data.tokenizer import BLANK, PAD, SPECIAL_IDS
 from hasten.decoding.beam import Hypothesis
 from hasten.decoding.ctc_beam import collapse_scored, prefix_beam_search
 from hasten.decoding.ctc_loss import best_alignment, ctc_loss, frames_needed
-from hasten.fields import NonNegativeInt, PositiveInt, Share, Spec
+from hasten.fields import Depth, NonNegativeInt, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
 from hasten.nn.dropout import Dropout
 from hasten.nn.loss import LossTerm
@@ -35,7 +35,7 @@ class CTCSpec(Spec):
     """Attention heads; divides d_model."""
     d_ff: PositiveInt = 1024
     """Width inside the feed-forward networks."""
-    encoder_layers: PositiveInt = 6
+    encoder_layers: Depth = 6
     """Layers at the length of the source."""
     refiner_layers: NonNegativeInt = 3
     """Layers at the upsampled length."""

@@ -3,6 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from hasten.data.batch import Pair
 from hasten.data.corpus import Corpus, decode_lines
 from hasten.data.tokenizer import Tokenizer
@@ -11,6 +13,15 @@ from hasten.pretrained import resolve
 from hasten.spec import DataSpec, RunSpec, TokenizerSpec
 from hasten.training.checkpoint import TOKENIZER
 from hasten.training.loop import Task
+
+
+def check(spec: RunSpec) -> None:
+    """Find the mistakes that need no data before minutes go into data: `UserError` names the first."""
+    for name in (spec.tokenizer.from_model, spec.training.init_from):
+        if name is not None:
+            resolve(name)
+    with torch.device("meta"):
+        spec.model.build(spec.tokenizer.vocab_size)
 
 
 def make_tokenizer(spec: TokenizerSpec, corpus: Corpus) -> Tokenizer:
