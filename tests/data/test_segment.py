@@ -34,7 +34,7 @@ def test_a_long_word_is_cut_anywhere():
 
 
 def test_line_breaks_within_a_text_end_sentences():
-    assert segment("aaa\fbbb\u2028ccc\rddd", at_most(5)) == ["aaa", "bbb", "ccc", "ddd"]
+    assert segment("aaa\fbbb\u2028ccc\rddd", at_most(8)) == ["aaa", "bbb", "ccc", "ddd"]
 
 
 @given(st.text(st.sampled_from("ab.,;! \n\t。、ö")), st.integers(1, 12))
@@ -63,8 +63,8 @@ def test_a_very_long_text_takes_few_questions():
 
     def fits(text: str) -> bool:
         asked.append(len(text))
-        return len(text) <= 100
+        return len(text) <= 2000
 
     parts = segment("word " * 20_000, fits)
-    assert len(parts) == 1000
+    assert len(parts) == 50
     assert sum(asked) < 30 * 100_000
