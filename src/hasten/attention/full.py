@@ -102,14 +102,21 @@ class FullOperator(Operator):
         return q.device.type == "cpu" and q.dtype.itemsize < 4 and torch.is_grad_enabled() and n_scores <= 512 * 512
 
     def dense(self) -> Float[Tensor, "B H T S"]:
-        """The softmax weights, formed; without dropout. torch's softmax adds up in float32 whatever the inputs are."""
-        scores = (self.q / math.sqrt(self.q.shape[-1])) @ self.k.transpose(-1, -2)
+        """The softmax weights, formed, from float32 scores or wider; without dropout."""
+        scores = self._scores()
         allowed = self.mask.dense(self.q.shape[2], self.k.shape[2], self.q.device)
         if allowed is None:
-            return scores.softmax(-1)
+            return scores.softmax(-1).to(self.q.dtype)
         empty = ~allowed.any(-1, keepdim=True)
         weights = scores.masked_fill(~(allowed | empty), -torch.inf).softmax(-1)
-        return weights.masked_fill(~allowed, 0.0)
+        return weights.masked_fill(~allowed, 0.0).to(self.q.dtype)
+
+    def _scores(self) -> Float[Tensor, "B H T S"]:
+        q, k = self.q, self.k
+        if q.dtype.itemsize >= 4:
+            return (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+        with torch.autocast(q.device.type, enabled=False):
+            return (q.float() / math.sqrt(q.shape[-1])) @ k.float().transpose(-1, -2)
 
 
 class FullStep(StepOperator):
