@@ -31,7 +31,7 @@ def train(
 
     Settings come from CONFIG, a TOML file with the sections [data], [tokenizer], [model] and [training]. The run
     directory is complete: `hasten translate --model DIR` needs nothing else. Its path goes to standard output. Ctrl-C
-    saves and stops; --resume goes on. Several devices: `accelerate launch -m hasten train ...`.
+    saves and stops; --resume goes on. Several devices: `accelerate launch -m hasten train ...`, or torchrun.
 
     Example: hasten train configs/en-de-teacher.toml training.steps=500 --out runs/teacher
     """

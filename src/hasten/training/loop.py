@@ -25,7 +25,7 @@ from hasten.spec import RunSpec
 from hasten.training import checkpoint, state
 from hasten.training.metrics import quality
 from hasten.training.optim import adamw, learning_rate
-from hasten.training.processes import make_accelerator, multiplies_in_bfloat16
+from hasten.training.processes import keep_buffers_apart, make_accelerator, multiplies_in_bfloat16
 from hasten.training.state import Progress
 from hasten.translator import Translator
 
@@ -77,9 +77,10 @@ def train(
 ) -> GenerationModel:
     """Run `spec` in `directory` and return the averaged model, in eval mode.
 
-    An earlier run in `directory` is removed unless `resume`. Under `accelerate launch` every process calls this with
-    equal arguments; the main one writes and speaks. `observe` gets a report every step, `announce` every row of
-    `metrics.jsonl` and what else is worth a line; when `stop` turns True the state is saved and `Interrupted` raised.
+    An earlier run in `directory` is removed unless `resume`. Under `accelerate launch` or `torchrun` every process
+    calls this with equal arguments; the main one writes and speaks. `observe` gets a report every step, `announce`
+    every row of `metrics.jsonl` and what else is worth a line; when `stop` turns True the state is saved and
+    `Interrupted` raised.
     Resuming continues to the same weights as an uninterrupted run: batches, dropout and sampling are functions of
     (seed, step) alone. The global random numbers are afterwards what they were before.
 
@@ -178,6 +179,7 @@ class _Run:
     def loop(self, progress: Progress, observe: Callable[[Report], None], stop: Callable[[], bool]) -> None:
         """Steps progress.step .. steps - 1."""
         options, began, tokens = self.options, time.monotonic(), 0
+        keep_buffers_apart(self.model)
         model, optimizer = self.accelerator.prepare(self.model, self.optimizer)
         batches = endless_batches(self.task.pairs, options.batch_tokens, options.seed, skip=progress.batches)
         before = progress

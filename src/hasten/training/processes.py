@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, KwargsHandler, broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import nn
 
 from hasten.errors import UserError
 
@@ -26,15 +27,22 @@ def make_accelerator() -> Accelerator:
 
     Raises `UserError` where the launcher asks to cut the model itself into pieces: checkpoints here hold whole tensors.
     """
-    # Buffers are constants here, and a table of positions may have grown further in one process than in another.
-    handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available(), kwargs_handlers=handlers)
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
     if accelerator.distributed_type not in _COPIES:
         raise UserError(
             f"accelerate is set to {accelerator.distributed_type.value}; hasten trains in one process or in copies of "
-            "the model (data parallel): choose that with `accelerate config` or `accelerate launch --multi_gpu`"
+            "the model (data parallel): choose that with `accelerate config`, or start with torchrun"
         )
     return accelerator
+
+
+def keep_buffers_apart(model: nn.Module) -> None:
+    """Buffers are constants that every process has: copies of the model must not send them around before each step.
+
+    A table of positions may also have grown further in one process than in another.
+    """
+    names = [name for name, _ in model.named_buffers()]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[arg-type]
 
 
 def is_main() -> bool:
