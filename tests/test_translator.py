@@ -109,6 +109,14 @@ def test_candidates_differ_and_come_best_first(translator: Translator):
         assert all(one.log_prob <= 0 for one in found)
 
 
+def test_a_score_is_the_mean_over_what_was_said(translator: Translator):
+    [[candidate]] = translator.candidates(["kamo ti"])
+    said = translator.trace("kamo ti")[-1].scores[0]
+    assert candidate.log_prob == pytest.approx(float(said.sum()), abs=1e-4)
+    assert candidate.score == pytest.approx(float(said.mean()), abs=1e-4)
+    assert candidate.score < 0
+
+
 def test_a_wider_beam_finds_nothing_less_probable_than_greedy_here(tiny_run):
     translator = load(tiny_run("autoregressive"))
     [[greedy]], [[wide]] = translator.candidates(["kamo ti"]), translator.candidates(["kamo ti"], beam=8)
