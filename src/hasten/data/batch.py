@@ -63,13 +63,20 @@ def group_by_tokens(lengths: Sequence[int], batch_tokens: int) -> list[list[int]
 
 
 def epoch_batches(pairs: Sequence[Pair], batch_tokens: int, generator: torch.Generator) -> list[list[int]]:
-    """Batches of one epoch as lists of indices: shuffled pairs, bucketed by length, in random order."""
+    """Batches of one epoch as lists of indices: shuffled pairs, bucketed by both lengths, in random order."""
     order = torch.randperm(len(pairs), generator=generator).tolist()
-    # The target counts first, so that decoding work is even; the shuffle decides among pairs of equal length.
-    lengths = [max(len(pairs[i][1]), len(pairs[i][0])) + 1 for i in order]
+    # Sorting is stable: the shuffle decides among pairs of equal lengths.
+    order.sort(key=lambda i: _shorter_side(*pairs[i]))
+    lengths = [max(map(len, pairs[i])) + 1 for i in order]
     groups = group_by_tokens(lengths, batch_tokens)
     shuffled = torch.randperm(len(groups), generator=generator).tolist()
     return [[order[i] for i in groups[g]] for g in shuffled]
+
+
+def _shorter_side(source: list[int], target: list[int]) -> int:
+    """Brings pairs of one longer side together by their shorter side; to and fro, so that buckets meet where alike."""
+    difference = len(target) - len(source)
+    return difference if max(len(source), len(target)) % 2 else -difference
 
 
 def endless_batches(pairs: Sequence[Pair], batch_tokens: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
