@@ -376,6 +376,18 @@ def test_two_runs_do_not_write_the_same_file(tmp_path: Path):
 # Teachers that fail.
 
 
+class Changing(CommandTeacher):
+    """A teacher that somebody trains meanwhile."""
+
+    def identity(self):
+        return {"asked": time.monotonic_ns()}
+
+
+def test_a_teacher_that_changes_while_it_is_loaded_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="changed while it was loaded"):
+        distill(Changing(UPPER), write_source(tmp_path, LINES), tmp_path / "out")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("teacher", "said"),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from hasten.translator import Translator
 
 
+_WIDTH_ELSEWHERE = 160  # in files and pipes, where lines may be long
+
+
 @dataclass(frozen=True)
 class _TestSet:
     """Sentences with references, and the languages where they are known."""
@@ -174,11 +177,15 @@ def _write_json(
 
 
 def _print(test_set: _TestSet, results: Sequence[_Result], differences: "Sequence[Difference]") -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_ELSEWHERE
     typer.echo(f"{test_set.name}: {len(test_set.source):,} sentences")
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("model", overflow="fold")
     for heading in ("beam", "BLEU", "chrF2", "length", "repetition", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -193,7 +200,7 @@ def _print(test_set: _TestSet, results: Sequence[_Result], differences: "Sequenc
         table.add_section()
         table.add_row("difference", "", *deltas, "", "", "")
         table.add_row("by chance", "", *chances, "", "", "")
-    Console(highlight=False).print(table)
+    console.print(table)
     signatures = [results[0].quality.bleu_signature, results[0].quality.chrf_signature]
     signatures = [difference.signature for difference in differences] or signatures
     for name, signature in zip(("BLEU", "chrF2"), signatures, strict=True):

@@ -3,11 +3,12 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -65,9 +66,13 @@ class DistillProgress:
     seconds_left: float
 
 
-def shard_maker(teacher: Teacher, spec: DistillSpec) -> Callable[[Sequence[str]], Shard]:
-    """Load the teacher and return what turns source lines into a shard."""
+def shard_maker(
+    teacher: Teacher, identity: Mapping[str, str | int], spec: DistillSpec
+) -> Callable[[Sequence[str]], Shard]:
+    """Load the teacher and return what turns source lines into a shard; `UserError` where it is not `identity` now."""
     ready = teacher.ready()
+    if teacher.identity() != identity:
+        raise UserError(f"the files of {teacher.name} changed while it was loaded; distil when its training is over")
 
     def make(lines: Sequence[str]) -> Shard:
         sources = [line.strip() for line in lines]
@@ -133,7 +138,9 @@ def distill(
         raise UserError(f"--out is the source itself, {source}; give another --out")
     task = _task(teacher, lines, spec)
     with Output.opened(out, task, force) as output:
-        _translate(output, teacher, lines, spec, workers, observe)
+        make = partial(shard_maker, teacher, task["teacher"], spec)
+        shards = [lines[i : i + spec.shard_lines] for i in range(output.done, len(lines), spec.shard_lines)]
+        _translate(output, _shards(make, shards, workers), len(lines), observe)
         report = _report(teacher, source, out, task, output)
         output.finish(report)
     return report
@@ -151,28 +158,20 @@ def _task(teacher: Teacher, lines: Sequence[str], spec: DistillSpec) -> dict[str
 
 
 def _translate(
-    output: "Output",
-    teacher: Teacher,
-    lines: Sequence[str],
-    spec: DistillSpec,
-    workers: int,
-    observe: Callable[[DistillProgress], None],
+    output: "Output", shards: Iterator[Shard], n_lines: int, observe: Callable[[DistillProgress], None]
 ) -> None:
     """Append the shards that are missing."""
-    first = output.done
-    shards = [lines[i : i + spec.shard_lines] for i in range(first, len(lines), spec.shard_lines)]
-    began = time.monotonic()
-    observe(DistillProgress(first, len(lines), 0.0, float("nan")))
-    before = output.seconds
-    for shard in _shards(partial(shard_maker, teacher, spec), shards, workers):
+    first, before, began = output.done, output.seconds, time.monotonic()
+    observe(DistillProgress(first, n_lines, 0.0, math.nan))
+    for shard in shards:
         elapsed = time.monotonic() - began
         output.append(shard, before + elapsed)
         rate = (output.done - first) / max(elapsed, 1e-9)
-        observe(DistillProgress(output.done, len(lines), rate, (len(lines) - output.done) / rate))
+        observe(DistillProgress(output.done, n_lines, rate, (n_lines - output.done) / rate))
 
 
 def _shards(
-    make: Callable[[], Callable[[Sequence[str]], Shard]], shards: list[Sequence[str]], workers: int
+    make: Callable[[], Callable[[Sequence[str]], Shard]], shards: Sequence[Sequence[str]], workers: int
 ) -> Iterator[Shard]:
     """The shards in order, made here by one worker and elsewhere by several."""
     workers = min(workers, len(shards))
