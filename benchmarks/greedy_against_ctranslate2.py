@@ -4,8 +4,8 @@
 
 Both engines decode 25 source tokens (the end symbol included) to exactly 25 target tokens in float32 on one thread;
 the end symbol is forbidden in both. First the outputs must be equal and the log probabilities close, or nothing is
-timed. Rounds alternate between the engines and the median of each is kept, so that a busy neighbour hits both. The ratio
-of the medians is what counts; a line with machine and versions goes to results/greedy_against_ctranslate2.jsonl.
+timed. Rounds alternate between the engines and the median of each is kept, so that a busy neighbour hits both. What
+counts is the ratio of the medians; a line with machine and versions goes to results/greedy_against_ctranslate2.jsonl.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from hasten.bench.machine import machine
 from hasten.data.batch import source_batch
 from hasten.data.tokenizer import EOS, SPECIAL_IDS, Tokenizer
 from hasten.decoding.refine import Decoded, final, refine
-from hasten.export.ctranslate2 import CTranslate2Model, export
+from hasten.export.ctranslate2 import export
+from hasten.export.engine import CTranslate2Model
 from hasten.models.autoregressive import Autoregressive, AutoregressiveSpec
 from hasten.nn.layout import lay_out
 

@@ -1,1 +1,1 @@
-"""hasten.bench"""
+"""Measurements on the user's own machine."""

@@ -1,13 +1,12 @@
 """The command line: one small file a verb. Heavy imports wait inside the verbs, so that help answers at once."""
 
-import os
 import sys
 from typing import NoReturn
 
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import data, demo, distill, evaluate, train, translate
+from hasten.cli import bench, data, demo, distill, evaluate, export, train, translate
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -24,6 +23,8 @@ app.command("train")(train.train)
 app.command("distill")(distill.distill)
 app.command("evaluate")(evaluate.evaluate)
 app.command("translate")(translate.translate)
+app.add_typer(bench.app, name="bench")
+app.command("export")(export.export)
 
 
 def main() -> None:
@@ -36,10 +37,6 @@ def main() -> None:
         _fail(str(error))
     except (KeyboardInterrupt, Abort):
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader has gone (`hasten translate ... | head`): leave quietly, and keep Python from flushing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,6 +1,6 @@
-"""Autoregressive models as CTranslate2 directories, with a certificate that both engines say the same."""
+"""Autoregressive models as CTranslate2 directories. Source: Klein et al., 2020, "The OpenNMT Neural Machine Translation
+Toolkit"; the format is that of CTranslate2 4."""
 
-import importlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from hasten.attention.multihead import MultiHeadAttention
-from hasten.data.tokenizer import BOS, EOS, SPECIAL_IDS, UNK, Tokenizer
-from hasten.errors import MissingExtra, UserError
+from hasten.data.tokenizer import BOS, EOS, UNK, Tokenizer
+from hasten.errors import UserError
+from hasten.export.engine import engine
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
 from hasten.nn.layers import FeedForward
@@ -20,14 +21,6 @@ from hasten.nn.positions import sinusoids
 QUANTIZATIONS = ("float32", "float16", "bfloat16", "int16", "int8", "int8_float32", "int8_float16", "int8_bfloat16")
 POSITIONS = 2048
 """Rows of the exported position table: the longest source and the longest output in tokens."""
-
-
-def engine() -> Any:
-    """The ctranslate2 package; `MissingExtra` where it is not installed."""
-    try:
-        return importlib.import_module("ctranslate2")
-    except ImportError as error:
-        raise MissingExtra("ctranslate2", "export") from error
 
 
 def check_exportable(model: GenerationModel) -> Autoregressive:
@@ -111,49 +104,6 @@ def build_spec(model: Autoregressive, pieces: Sequence[str]) -> Any:
     return spec
 
 
-class CTranslate2Model:
-    """An exported directory: ids in, ids out, with the symbols that are no text suppressed as hasten does.
-
-    `compute` is float32, int8, ... or "default" (what the directory was quantised to).
-    """
-
-    def __init__(self, directory: str | Path, tokenizer: Tokenizer, *, threads: int = 1, compute: str = "default"):
-        self.tokenizer, self.pieces = tokenizer, tokenizer.pieces()
-        self._ids = {piece: i for i, piece in enumerate(self.pieces)}
-        self._suppressed = [[self.pieces[i]] for i in SPECIAL_IDS if i not in (UNK, EOS)]
-        self._engine = engine().Translator(
-            str(directory), device="cpu", compute_type=compute, inter_threads=1, intra_threads=threads
-        )
-
-    def decode(
-        self, sources: Sequence[list[int]], *, beam: int = 1, limit: int = 512, exactly: int | None = None
-    ) -> list[list[int]]:
-        """The best output of each source (ids without EOS on both sides), at most `limit` ids long.
-
-        exactly: forbid the end symbol, so that every output has that many ids (for timing).
-        """
-        suppressed = self._suppressed if exactly is None else [*self._suppressed, [self.pieces[EOS]]]
-        results = self._engine.translate_batch(
-            [[self.pieces[i] for i in source] for source in sources],
-            beam_size=beam,
-            max_input_length=0,
-            max_decoding_length=limit if exactly is None else exactly,
-            min_decoding_length=1 if exactly is None else exactly,
-            suppress_sequences=suppressed,
-            disable_unk=True,
-        )
-        return [[self._ids[piece] for piece in result.hypotheses[0]] for result in results]
-
-    def score(self, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[list[float]]:
-        """Log probabilities of each target's ids and of the end symbol after them."""
-        results = self._engine.score_batch(
-            [[self.pieces[i] for i in source] for source in sources],
-            [[self.pieces[i] for i in target] for target in targets],
-            max_input_length=0,
-        )
-        return [list(result.log_probs) for result in results]
-
-
 def _layer(target: Any, layer: nn.Module) -> None:
     for name, own in (("self_attention", "self"), ("attention", "cross")):
         if hasattr(target, name):
@@ -200,7 +150,7 @@ def _usage(quantization: str) -> str:
 ```python
 from pathlib import Path
 from hasten.data.tokenizer import Tokenizer
-from hasten.export.ctranslate2 import CTranslate2Model
+from hasten.export.engine import CTranslate2Model
 
 here = Path(".")  # this directory
 tokenizer = Tokenizer.load(here / "tokenizer.model")
@@ -210,7 +160,8 @@ print(tokenizer.decode(ids))
 ```
 
 Without hasten: `ctranslate2.Translator(DIR)` takes and gives SentencePiece pieces (a leading space belongs to the first
-word; U+2581 and U+E000 in a text are escaped). The end symbol is appended to sources by the engine. Pass
-`max_input_length=0`, `disable_unk=True` and `suppress_sequences=[["<pad>"], ["<s>"], ["<mask>"], ["<blank>"],
-["<placeholder>"]]` for exactly the outputs of hasten. Sources and outputs hold at most {POSITIONS} tokens.
+word; U+2581 and U+E000 in a text are escaped). The engine appends the end symbol to sources. For exactly the outputs of
+hasten pass `max_input_length=0`, `min_decoding_length=0`, `disable_unk=True`, `max_decoding_length=2 * S + 22` for S
+source pieces, and `suppress_sequences=[["<pad>"], ["<s>"], ["<mask>"], ["<blank>"], ["<placeholder>"]]`. Sources and
+outputs hold at most {POSITIONS} tokens.
 """

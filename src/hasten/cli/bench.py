@@ -1,0 +1,150 @@
+"""`hasten bench`: what each way buys on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hasten.errors import UserError
+
+if TYPE_CHECKING:
+    from hasten.bench.contestant import Contestant
+
+app = typer.Typer(help="Measure speed and quality on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure speed and quality on this machine."""
+
+
+@app.command()
+def decode(
+    models: Annotated[str, typer.Option(help="Comma-separated: NAME, NAME:beam=4, ctranslate2:NAME:int8, ...")],
+    data: Annotated[Path, typer.Option(help="A data directory by `hasten data`.", show_default=False)],
+    split: Annotated[str, typer.Option(help="Which part of it.")] = "test",
+    sentences: Annotated[int, typer.Option(min=1, help="How many sentences, spread evenly over the split.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are kept.")] = 3,
+    threads: Annotated[str, typer.Option(help="CPU threads to measure with, comma-separated.")] = "1,all",
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Also run autoregressive models in CTranslate2, if installed.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for decode.jsonl, .md and .png.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare decoders on real sentences: latency, throughput, passes, memory, BLEU and chrF.
+
+    Each model runs in a process of its own, for one thread and for all, and the models take turns sentence by sentence.
+    Before anything is timed, each must say the same for a sentence alone and in a batch. Latency is from text to text,
+    tokenisation included; throughput is in batches of 32.
+
+    Example: hasten bench decode --models en-de-ctc,en-de-teacher,en-de-teacher:beam=4 --data data/en-de --out bench
+    """
+    import sys
+    import tempfile
+
+    from hasten.bench import decode as bench
+    from hasten.bench import report
+    from hasten.bench.contestant import parse_all
+
+    contestants, counts = parse_all(models), _threads(threads)
+    name, sources, references = _sentences(data, split, sentences)
+    if out is not None:
+        _create(out)
+    _warn_if_busy()
+    with tempfile.TemporaryDirectory() as exports:
+        ready = _export_peers(contestants, peers, Path(exports))
+        plan = bench.Plan(ready, sources, references, name, counts, repeats)
+        rows = bench.run(plan, lambda text: typer.echo(text, err=True))
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(width=max(120, Console().width)).print(report.table(rows))
+        typer.echo(report.conditions(rows))
+    else:
+        typer.echo(report.plain(rows))
+    if out is not None:
+        bench.write_rows(rows, out / "decode.jsonl")
+        (out / "decode.md").write_text(report.markdown(rows), encoding="utf-8")
+        report.picture(rows, out / "decode.png")
+        typer.echo(f"wrote {out / 'decode.jsonl'}, decode.md and decode.png", err=True)
+
+
+def _threads(text: str) -> tuple[int, ...]:
+    """Numbers of threads in ascending order, each once; `all` is what this process may use."""
+    from hasten.bench.machine import cores
+
+    found = set()
+    for part in text.split(","):
+        if part.strip() != "all" and not (part.strip().isdecimal() and int(part) >= 1):
+            raise UserError(f"--threads: {part.strip()!r} is no number of threads; write for example 1,all")
+        found.add(cores() if part.strip() == "all" else int(part))
+    return tuple(sorted(found))
+
+
+def _sentences(data: Path, split: str, wanted: int) -> tuple[str, list[str], list[str]]:
+    """Name, sources and references: evenly spread over the split, so that every document has its share."""
+    from hasten.data.corpus import Corpus
+
+    corpus = Corpus.open(data)
+    pairs = [pair for pair in zip(*corpus.pairs(split), strict=True) if pair[0].strip()]
+    if not pairs:
+        raise UserError(f"{data} {split} has no sentences")
+    count = min(wanted, len(pairs))
+    chosen = [pairs[i * len(pairs) // count] for i in range(count)]
+    name = f"{corpus.source_language}-{corpus.target_language} {split}"
+    return name, [source for source, _ in chosen], [target for _, target in chosen]
+
+
+def _create(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot create {out}: {error.strerror}") from error
+
+
+def _warn_if_busy() -> None:
+    from hasten.bench.machine import machine
+
+    state: dict[str, Any] = machine()
+    load, cores = state["load_before"], state["cores"]
+    if load is not None and load > 0.3 * cores:
+        typer.echo(f"warning: this machine is busy (load {load}, {cores} cores): trust ratios, not times", err=True)
+
+
+def _export_peers(contestants: "list[Contestant]", peers: bool, exports: Path) -> "list[Contestant]":
+    """Contestants that workers can start: CTranslate2 models exported, and added for autoregressive models."""
+    import dataclasses
+
+    import hasten
+    from hasten.bench.contestant import Contestant
+    from hasten.errors import MissingExtra
+    from hasten.export.ctranslate2 import check_exportable, export
+    from hasten.export.engine import engine
+    from hasten.models.autoregressive import Autoregressive
+
+    loaded = {entry.model: hasten.load(entry.model) for entry in contestants}
+    if peers:
+        try:
+            engine()
+        except MissingExtra as error:
+            typer.echo(f"no CTranslate2 rows: {error}", err=True)
+            peers = False
+    found = list(contestants)
+    for model, translator in loaded.items():
+        if peers and isinstance(translator.model, Autoregressive):
+            added = [Contestant(model, "ctranslate2", compute) for compute in ("float32", "int8")]
+            found += [entry for entry in added if entry.label not in [other.label for other in found]]
+    ready = []
+    for entry in found:
+        translator = loaded[entry.model]
+        if entry.engine == "ctranslate2":
+            directory = exports / f"{list(loaded).index(entry.model)}-{entry.compute}"
+            if not directory.exists():
+                exportable = check_exportable(translator.model)
+                export(exportable, translator.tokenizer, directory, quantization=entry.compute)
+            parameters = sum(p.numel() for p in translator.model.parameters())
+            entry = dataclasses.replace(entry, directory=str(directory), parameters=parameters)
+        ready.append(entry)
+    return ready
