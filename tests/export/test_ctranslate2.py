@@ -89,6 +89,15 @@ def test_an_exact_length_is_kept(tokenizer, tmp_path):
     assert [len(ids) for ids in peer.decode([tokenizer.encode(line) for line in LINES[:3]], exactly=9)] == [9, 9, 9]
 
 
+@pytest.mark.parametrize("layout", [lambda model: model, lay_out])
+def test_quantising_leaves_our_own_weights_alone(tokenizer, tmp_path, layout):
+    model = layout(build(tokenizer))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export(model, tokenizer, tmp_path / "int8", quantization="int8")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_quantised_weights_are_smaller_and_agreement_is_counted(tokenizer, tmp_path):
     model = build(tokenizer)
     whole = export(model, tokenizer, tmp_path / "float32") / "model.bin"

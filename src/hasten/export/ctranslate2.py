@@ -137,7 +137,8 @@ def _norm(target: Any, norm: nn.Module) -> None:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+    # A copy: quantising works in place.
+    return np.array(tensor.detach().float().cpu().numpy(), order="C", copy=True)
 
 
 def _kind(model: GenerationModel) -> str:
