@@ -31,7 +31,8 @@ class Dropout(nn.Module):
         threshold = max(1, min(255, round(256 * self.p)))
         words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
         keep = words.view(torch.uint8)[: x.numel()].view(x.shape) >= threshold
-        return x * (keep * torch.tensor(256 / (256 - threshold), dtype=x.dtype))
+        # A product with booleans is not vectorised: the same numbers as bytes cost a fifth.
+        return x * keep.view(torch.uint8).to(x.dtype).mul_(256 / (256 - threshold))
 
     def extra_repr(self) -> str:
         """Shown in the module's print-out."""
