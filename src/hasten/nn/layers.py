@@ -12,6 +12,11 @@ from hasten.attention.multihead import CrossState, MultiHeadAttention, SelfState
 from hasten.nn.dropout import Dropout
 
 
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y in x's type. Under autocast y is in half precision, and a sum of two types is not vectorised on a CPU."""
+    return x + y.to(x.dtype)
+
+
 class FeedForward(nn.Module):
     """W_2 relu(W_1 x); x (..., d_model)."""
 
@@ -47,8 +52,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"], mask: Mask) -> Float[Tensor, "B T D"]:
         """One layer over the whole sequence."""
-        x = x + self.dropout(self.self_attention(self.self_norm(x), mask))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        x = add(x, self.dropout(self.self_attention(self.self_norm(x), mask)))
+        return add(x, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
 
 
 @dataclass(frozen=True)
@@ -82,9 +87,9 @@ class DecoderLayer(nn.Module):
         self, x: Float[Tensor, "B T D"], memory: Float[Tensor, "B S D"], mask: Mask, memory_mask: Mask
     ) -> Float[Tensor, "B T D"]:
         """One layer over the whole sequence (teacher forcing)."""
-        x = x + self.dropout(self.self_attention(self.self_norm(x), mask))
-        x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory_mask, memory))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        x = add(x, self.dropout(self.self_attention(self.self_norm(x), mask)))
+        x = add(x, self.dropout(self.cross_attention(self.cross_norm(x), memory_mask, memory)))
+        return add(x, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
 
     def begin(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> DecoderLayerState:
         """The state before the first step; `mask` (B, S) is True on real source positions."""
