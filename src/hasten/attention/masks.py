@@ -39,6 +39,16 @@ class Mask:
         return dense
 
 
+def padding(keys: Bool[Tensor, "B S"]) -> Mask:
+    """The mask of padded keys; the empty one where nothing is padded, so that no layer spends time on it.
+
+    Only on a CPU, and not while code is traced: elsewhere looking at the values costs more than it saves.
+    """
+    if keys.device.type != "cpu" or torch.compiler.is_compiling() or not keys.all():
+        return Mask(keys=keys)
+    return Mask()
+
+
 def causal(n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "T S"]:
     """Query i may read key j when j <= i + S - T."""
     queries = torch.arange(n_queries, device=device)[:, None]

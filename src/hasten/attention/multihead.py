@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from hasten.attention.base import Attention, Cache, State
-from hasten.attention.masks import Mask, silence
+from hasten.attention.masks import Mask, padding, silence
 from hasten.errors import UserError
 
 
@@ -84,7 +84,7 @@ class MultiHeadAttention(nn.Module):
     def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
         """Project a memory once, for many calls of `recall`; `mask` (B, S) is True on real keys."""
         k, v = self._project(memory, 1, 3)
-        keys = None if bool(mask.all()) else mask
+        keys = padding(mask).keys
         return CrossState(Cache(silence(k, keys).contiguous()), Cache(silence(v, keys).contiguous()), keys)
 
     def recall(self, x: Float[Tensor, "B n D"], memory: CrossState) -> Float[Tensor, "B n D"]:

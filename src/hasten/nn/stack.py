@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hasten.attention import Attention, AttentionSpec, Mask, Traits
+from hasten.attention.masks import padding
 from hasten.errors import UserError
 from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
 
@@ -45,8 +46,9 @@ class Encoder(nn.Module):
 
     def forward(self, x: Float[Tensor, "B S D"], mask: Tensor) -> Float[Tensor, "B S D"]:
         """`mask` (B, S) is True on real positions."""
+        keys = padding(mask)
         for layer in self.layers:
-            x = layer(x, Mask(keys=mask))
+            x = layer(x, keys)
         return self.norm(x)
 
 
@@ -88,8 +90,9 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """Teacher forcing. `memory_mask` (B, S) is True on real source positions."""
         # Padding in x stands on the right, where no earlier position can read it: causality is mask enough.
+        causal, keys = Mask(causal=True), padding(memory_mask)
         for layer in self.layers:
-            x = layer(x, memory, Mask(causal=True), Mask(keys=memory_mask))
+            x = layer(x, memory, causal, keys)
         return self.norm(x)
 
     def begin(self, memory: Float[Tensor, "B S D"], memory_mask: Tensor) -> tuple[DecoderLayerState, ...]:
