@@ -102,8 +102,8 @@ def main() -> None:
             row = {**measure(name, options.steps, precision), **facts}
             rate, of_cpu = row["target_tokens_per_second"], row["target_tokens_per_cpu_second"]
             print(
-                f"{name:8} {precision:8} {row['threads']} threads: {rate:6,} target tokens/s, {of_cpu:6,} per second of "
-                f"CPU, yardstick {SIZES[name][2]}",
+                f"{name:8} {precision:8} {row['threads']} threads: {rate:6,} target tokens/s, {of_cpu:6,} per CPU "
+                f"second, yardstick {SIZES[name][2]}",
                 flush=True,
             )
             with RESULTS.open("a", encoding="utf-8") as file:
