@@ -47,9 +47,16 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         save_file(plain, partial, metadata={**_FORMAT, "tokenizer": tokenizer.fingerprint})
+        partial.chmod(0o666 & ~_umask())  # safetensors writes files that only their owner can read
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; what was saved before is whole") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Tensor]:
