@@ -62,10 +62,11 @@ def card(name: str, run: Path, corpus: Corpus, scores: dict[str, tuple[int, Qual
     words = f"{train['source_words']:,} English, {train['target_words']:,} German words"
     data = (
         f"{train['pairs']:,} sentence pairs ({words}){targets} out of the translations in Debian packages: "
-        f"{', '.join(sorted(sources))}. Versions, counts and licences are in the data directory that `hasten data "
-        "debian en-de` writes. The splits are by document, without near-duplicates of the training text; `test-ood` comes "
-        "from packages (gnucash, django) of which nothing is in the training text. The training text keeps the licences of "
-        "its sources (GPL, LGPL, MPL, CC-BY-SA, BSD; the data directory's `LICENCES` has them in full)."
+        f"{', '.join(sorted(sources))}. Versions, counts and licences are in the data directory that "
+        "`hasten data debian en-de` writes. The splits are by document, without near-duplicates of the training text; "
+        "`test-ood` comes from packages (gnucash, django) of which nothing is in the training text. The training text "
+        "keeps the licences of its sources (GPL, LGPL, MPL, CC-BY-SA, BSD; the data directory's `LICENCES` has them in "
+        "full)."
     )
     training = (
         f"{spec.training.steps:,} updates, batches of {spec.training.batch_tokens:,} padded tokens, {seconds / 60:.0f} "

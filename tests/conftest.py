@@ -3,8 +3,13 @@
 import inspect
 import sys
 
+import hypothesis
 import jaxtyping
 import pytest
+
+# A busy machine is no failure; a test that must be quick says so itself.
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 CHECKED = ("hasten.attention", "hasten.decoding", "hasten.models", "hasten.nn")
 

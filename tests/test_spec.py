@@ -65,6 +65,7 @@ runs = st.builds(
 )
 
 
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # the shape checker samples tuples
 @given(runs)
 def test_any_run_survives_dumping(spec):
     assert specs.parse(specs.tomllib.loads(specs.dump(spec)), "test") == spec

@@ -82,7 +82,7 @@ class CTC(GenerationModel):
         shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
         self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention)
         self.upsample = nn.Linear(spec.d_model, spec.upsample * spec.d_model)
-        # Frames begin as slightly different copies of their source state: an encoder learnt elsewhere is at once of use.
+        # Frames begin as slightly different copies of their source state: a given encoder is of use at once.
         copies = torch.eye(spec.d_model).repeat(spec.upsample, 1)
         nn.init.normal_(self.upsample.weight, std=0.02)
         self.upsample.weight.data += copies
