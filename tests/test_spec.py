@@ -17,6 +17,9 @@ from hasten.spec import DataSpec, RunSpec, TokenizerSpec, TrainingSpec
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 SMALLEST = '[data]\npath = "d"\n\n[model]\nkind = "ctc"\n'
 
+# The shape checker of the tests samples the entries of tuples.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+
 
 @pytest.fixture
 def toml(tmp_path: Path):
@@ -65,7 +68,6 @@ runs = st.builds(
 )
 
 
-@pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # the shape checker samples tuples
 @given(runs)
 def test_any_run_survives_dumping(spec):
     assert specs.parse(specs.tomllib.loads(specs.dump(spec)), "test") == spec
