@@ -76,7 +76,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, accumulate, ru
         train(spec, parts, letters, task(spec), resume=True, **stop_after(8))
     resumed = train(spec, parts, letters, task(spec), resume=True)
     assert_same_run(tmp_path / "whole", parts)
-    assert [row for row in rows(parts) if row["step"] not in (2, 5, 8)] == rows(tmp_path / "whole")
+    regular = [row for row in rows(parts) if row["step"] not in (2, 5, 8) or "loss" not in row]
+    assert regular == rows(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
