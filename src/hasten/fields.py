@@ -7,6 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 PositiveInt = Annotated[int, Gt(0)]
 Depth = Annotated[int, Gt(0), Le(1000)]  # a damaged configuration must not keep the machine busy building layers
+DepthOrNone = Annotated[int, Ge(0), Le(1000)]
 NonNegativeInt = Annotated[int, Ge(0)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 PositiveFloat = Annotated[float, Gt(0), Lt(math.inf)]

@@ -104,7 +104,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also for bytes, numbers and nesting beyond Python's own limits
         raise UserError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(table, override)
@@ -118,6 +118,8 @@ def parse(table: dict[str, Any], origin: str) -> RunSpec:
         return _ADAPTER.validate_json(json.dumps(table, default=str), strict=True)
     except ValidationError as error:
         raise UserError(f"{origin}: {explain(error, table, RunSpec)}") from error
+    except RecursionError as error:
+        raise UserError(f"{origin}: tables are nested too deeply; a run has sections of settings") from error
 
 
 def dump(spec: RunSpec) -> str:
@@ -147,6 +149,6 @@ def _value(text: str) -> Any:
     """A value in TOML notation; what is none is a string as it stands, so that paths need no quotes."""
     try:
         read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return read["value"] if len(read) == 1 else text

@@ -1,7 +1,7 @@
 """A trained model with its tokenizer: text in, text out."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -112,7 +112,7 @@ class Translator:
         return self.model.embedding.weight.device
 
     def translate(
-        self, lines: Sequence[str], *, beam: int = 1, batch_tokens: int = 4096, on_long: OnLong = "split"
+        self, lines: Iterable[str], *, beam: int = 1, batch_tokens: int = 4096, on_long: OnLong = "split"
     ) -> list[str]:
         """One translation a line, in order, without line breaks; lines without text stay empty.
 
@@ -124,7 +124,7 @@ class Translator:
 
     def candidates(
         self,
-        lines: Sequence[str],
+        lines: Iterable[str],
         *,
         beam: int = 1,
         n_best: int = 1,
@@ -133,13 +133,14 @@ class Translator:
     ) -> list[list[Candidate]]:
         """The `n_best` translations of every line, best first; fewer where fewer are possible or texts coincide.
 
-        Raises `UserError` for n_best > beam, for numbers out of range, for models without a beam search where beam > 1,
-        and with on_long "error" `LineTooLong` before anything is decoded.
+        Raises `UserError` for n_best > beam, for numbers out of range, for lines that are no strings, for models
+        without a beam search where beam > 1, and with on_long "error" `LineTooLong` before anything is decoded.
         """
         if not 1 <= n_best <= beam:
             raise UserError(f"n_best is {n_best} and beam {beam}; need 1 <= n_best <= beam")
         if batch_tokens < 1:
             raise UserError(f"batch_tokens is {batch_tokens}, allowed 1 or more")
+        lines = _checked(lines)
         parts = self._parts(lines, on_long)
         results = [[Candidate("", 0.0, 0.0)] for _ in lines]
         n_parts = [0] * len(lines)
@@ -158,7 +159,7 @@ class Translator:
 
     def trace(self, line: str) -> list[Frame]:
         """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""
-        parts = self._parts([line], "split")
+        parts = self._parts(_checked([line]), "split")
         return list(refine(self.model, *self._batch(parts))) if parts else []
 
     def read(self, frames: Iterable[Frame]) -> str:
@@ -170,8 +171,6 @@ class Translator:
 
     def _parts(self, lines: Sequence[str], on_long: OnLong) -> list[_Part]:
         """The ids to decode: none for a line without text, several for a long one."""
-        if isinstance(lines, str):
-            raise UserError("lines is one string; give a list of lines: translate([text])")
         if on_long not in ("split", "error"):
             raise UserError(f"on_long is {on_long!r}; allowed: split, error")
         if self.model.training:
@@ -212,6 +211,18 @@ class Translator:
             text = self.tokenizer.decode(self.model.output_ids(tokens)).translate(_LINE_BREAKS).strip()
             found.setdefault(text, Candidate(text, score, log_prob))
         return list(found.values())
+
+
+def _checked(lines: Iterable[str]) -> list[str]:
+    """The lines as a list; `UserError` where they are something else."""
+    if isinstance(lines, str | bytes | Mapping | Set) or not isinstance(lines, Iterable):
+        kind = "one string" if isinstance(lines, str) else f"of type {type(lines).__name__}"
+        raise UserError(f"lines is {kind}; give a list of lines: translate([text])")
+    checked = list(lines)
+    for i, line in enumerate(checked):
+        if not isinstance(line, str):
+            raise UserError(f"lines[{i}] is {line!r:.60}, of type {type(line).__name__}; every line must be a string")
+    return checked
 
 
 def _greedy(decoded: Decoded) -> Hypothesis:

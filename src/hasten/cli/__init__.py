@@ -1,7 +1,8 @@
 """The command line: one small file a verb. Heavy imports wait inside the verbs, so that help answers at once."""
 
+import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import Abort, TyperException
@@ -17,27 +18,66 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
+app.command("demo", short_help="Translate some sentences with the models that ship.")(demo.demo)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
-app.command("distill")(distill.distill)
-app.command("evaluate")(evaluate.evaluate)
-app.command("translate")(translate.translate)
+app.command("distill", short_help="Let a teacher translate the text a student learns from.")(distill.distill)
+app.command("evaluate", short_help="Score a model: BLEU, chrF, length, repetition.")(evaluate.evaluate)
+app.command("translate", short_help="Translate lines from stdin to stdout.")(translate.translate)
 app.add_typer(bench.app, name="bench")
-app.command("export")(export.export)
+app.command("export", short_help="Write a model for another engine, certified.")(export.export)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import hasten
+
+        typer.echo(f"hasten {hasten.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
-    """Run a verb: a user's mistake is one line on stderr and exit 2, an interruption exit 130."""
+    """Run a verb: what the user or the machine has to mend is one line on stderr and exit 2, an interruption 130."""
+    _fill_closed_streams()
     try:
         code = app(standalone_mode=False)
     except TyperException as error:
+        if error.format_message().startswith("Usage:"):  # a group without a verb: its help
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(2)
         _fail(error.format_message() or "no command given; see hasten --help")
     except UserError as error:
         _fail(str(error))
+    except OSError as error:  # a full disk, a missing permission, ...: nothing that a traceback would explain
+        _fail(": ".join(str(part) for part in (error.filename, error.strerror or str(error)) if part))
+    except MemoryError:
+        _fail("this machine has too little memory for that; use smaller batches, a smaller model or less text")
     except (KeyboardInterrupt, Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fill_closed_streams() -> None:
+    """Refuse a closed stdout; let nothing be said where stderr is closed.
+
+    The number of a closed stream goes to the next file that is opened, which would then receive messages.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
+    if sys.stdout is None:
+        _fail("stdout is closed; results go there, send them to a file or to /dev/null")
 
 
 def _fail(message: str) -> NoReturn:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def _group() -> None:
     """Measure speed and quality on this machine."""
 
 
-@app.command()
+@app.command(short_help="Latency, throughput and quality of decoders, side by side.")
 def decode(
     models: Annotated[str, typer.Option(help="Comma-separated: NAME, NAME:beam=4, ctranslate2:NAME:int8, ...")],
     data: Annotated[Path, typer.Option(help="A data directory by `hasten data`.", show_default=False)],
@@ -60,7 +61,7 @@ def decode(
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console(width=max(120, Console().width)).print(report.table(rows))
+        Console(width=max(120, Console().width), height=25).print(report.table(rows))
         typer.echo(report.conditions(rows))
     else:
         typer.echo(report.plain(rows))
@@ -77,8 +78,8 @@ def _threads(text: str) -> tuple[int, ...]:
 
     found = set()
     for part in text.split(","):
-        if part.strip() != "all" and not (part.strip().isdecimal() and int(part) >= 1):
-            raise UserError(f"--threads: {part.strip()!r} is no number of threads; write for example 1,all")
+        if part.strip() != "all" and not (part.strip().isdecimal() and 1 <= int(part) <= MOST_THREADS):
+            raise UserError(f"--threads: {part.strip()!r} is not in 1 to {MOST_THREADS}; write for example 1,all")
         found.add(cores() if part.strip() == "all" else int(part))
     return tuple(sorted(found))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def distill(
         typer.Option(min=1, help="Processes; by default the CPUs, at most 8; 1 on other devices.", show_default=False),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of each process; 1.", show_default=False)
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of each process; 1.", show_default=False)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace --out and unfinished work on it.")] = False,
 ) -> None:

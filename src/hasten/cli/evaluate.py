@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.files import check_distinct
+from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +63,9 @@ def evaluate(
     json: Annotated[Path | None, typer.Option(help="Also write all numbers here.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the translations here.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="Where the models compute.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all.", show_default=False)] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; all.", show_default=False)
+    ] = None,
 ) -> None:
     """Score a model: BLEU and chrF of detokenised text, length, repetition, and a test against a baseline.
 
@@ -70,6 +74,7 @@ def evaluate(
 
     Example: hasten evaluate --model en-de-ctc --baseline en-de-teacher --data data/en-de
     """
+    check_distinct(read={"--src": src, "--ref": ref}, written={"--json": json, "--output": output})
     test_set = _read(data, split, src, ref, limit)
     if baseline is None and baseline_beam is not None:
         raise UserError("--baseline-beam without --baseline; name the other model")

@@ -1,5 +1,6 @@
 """Lines from a stream as they come: one at a time from a person, many at once from a file."""
 
+import codecs
 import os
 import select
 from collections.abc import Iterator
@@ -20,11 +21,14 @@ class Chunk(NamedTuple):
 def read_chunks(descriptor: int, name: str, most: int = 1024) -> Iterator[Chunk]:
     """Lines of a file descriptor: waits for one, takes those that are there already, at most `most` at once.
 
-    Only LF ends a line; a CR right before it goes too; the last line may lack its end. A line that is not UTF-8 raises
+    Only LF ends a line; a CR right before it goes too; the last line may lack its end. A byte order mark at the
+    beginning is no text. A line that is not UTF-8 raises
     `UserError` with its number, after the lines before it were given.
     """
     number = 1
     for lines in _byte_chunks(descriptor, name, most):
+        if number == 1:
+            lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
         texts = []
         for line in lines:
             try:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hasten.cli.limits import MOST_THREADS
+
 if TYPE_CHECKING:
     from hasten.data.tokenizer import Tokenizer
     from hasten.spec import RunSpec
@@ -25,7 +27,7 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files to the run directory's tensorboard/.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over the run that the directory holds.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: all.")] = None,
 ) -> None:
     """Train a model.
 
@@ -66,7 +68,8 @@ def _prepare(spec: "RunSpec", directory: Path, resume: bool) -> tuple["Tokenizer
         tokenizer = processes.from_main(lambda: prepare.make_tokenizer(spec.tokenizer, corpus))
     task, counts = prepare.make_task(spec, corpus, tokenizer)
     if processes.is_main():
-        typer.echo("training pairs: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items())), err=True)
+        order = sorted(counts.items(), key=lambda item: (item[0] != "kept", item[0]))
+        typer.echo("training pairs: " + ", ".join(f"{n:,} {reason}" for reason, n in order), err=True)
     return tokenizer, task
 
 

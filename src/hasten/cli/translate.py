@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
 import typer
 
+from hasten.cli.files import check_distinct
+from hasten.cli.limits import MOST_THREADS
 from hasten.cli.lines import Chunk, read_chunks
 from hasten.errors import UserError
 
@@ -32,7 +34,9 @@ def translate(
     scores: Annotated[bool, typer.Option("--scores", help="Write score, tab, text.")] = False,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Padded source pieces times beam at once.")] = 4096,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, show_default=False, help="CPU threads; default: all.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, show_default=False, help="CPU threads; default: all.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(show_default=False, help="Write the state after every edit here, as JSON lines.")
     ] = None,
@@ -57,10 +61,9 @@ def translate(
         raise UserError(f"--nbest {nbest} is more than --beam {width}; widen the beam")
     if trace is not None and width > 1:
         raise UserError("--trace follows a single translation; leave out --beam and --nbest")
+    check_distinct(read={"--input": input}, written={"--output": output, "--trace": trace})
     with ExitStack() as files:
         source = _stdin() if input is None else files.enter_context(_open(input, "rb"))
-        if output is not None and input is not None and output.exists() and output.samefile(input):
-            raise UserError(f"--output {output} is the file that is read; choose another")
         translator = _load(model, device, threads)
         target = _Sink("stdout", sys.stdout.buffer) if output is None else _Sink.open(output, files)
         log = None if trace is None else _Sink.open(trace, files)

@@ -36,7 +36,7 @@ class Tokenizer:
             raise UserError("the tokenizer file is empty")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:
             raise UserError("the tokenizer file is damaged: it is not a SentencePiece model") from error
         expected = tuple(self._processor.piece_to_id(piece) for piece in _SPECIAL_PIECES)
         if expected != SPECIAL_IDS:
@@ -90,6 +90,8 @@ class Tokenizer:
             return cls(Path(path).read_bytes())
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the model; the bytes are those it was made from."""

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hasten.data.tokenizer import BOS, EOS
+from hasten.decoding.frame import NOT_FINITE
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def beam_search(
     probability at the length that suits it most. Done rows leave the batch; no row depends on another.
 
     Equal scores: the hypothesis that ranked higher a step before, then the more probable token. Fewer than `n_best`
-    come back when fewer are possible. Raises `UserError` for n_best > beam or numbers out of range.
+    come back when fewer are possible. Raises `UserError` for n_best > beam, numbers out of range, and scores of NaN.
     Source: Sutskever, Vinyals, Le, 2014, section 3.2; length normalisation: Wu et al., 2016, section 7.
     """
     if not 1 <= n_best <= beam:
@@ -125,6 +126,8 @@ def _advance(
 ) -> tuple[list[_Live], list[int], list[int]]:
     """The beams after one token: live hypotheses, the batch row each comes from, and the token each says."""
     best, ids = log_probs.topk(min(beam, log_probs.shape[1]))  # a hypothesis has at most `beam` heirs
+    if best[:, 0].isnan().any():  # the largest of numbers and NaN is NaN
+        raise UserError(NOT_FINITE)
     options: dict[_Row, list[tuple[float, int, int]]] = {}
     for i, (before, values, words) in enumerate(zip(live, best.tolist(), ids.tolist(), strict=True)):
         heirs = [(before.log_prob + v, i, w) for v, w in zip(values, words, strict=True) if v > -torch.inf]

@@ -8,14 +8,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hasten.data.tokenizer import PAD
-from hasten.decoding.frame import Frame
+from hasten.decoding.frame import NOT_FINITE, Frame
+from hasten.errors import UserError
 from hasten.models.base import GenerationModel
 
 
 def refine(model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Iterator[Frame]:
     """Decode a padded batch; frames cover the rows still in work, finished rows leave the batch.
 
-    source (B, S) ids with EOS; mask (B, S) True on real tokens. The last frame of a row has `done` set.
+    source (B, S) ids with EOS; mask (B, S) True on real tokens. The last frame of a row has `done` set. Raises
+    `UserError` where the model's scores are not numbers.
     """
     with torch.inference_mode():
         memory = model.encode(source, mask)
@@ -26,6 +28,8 @@ def refine(model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor
             before = canvas
             for number, edit in enumerate(model.edits):
                 canvas = edit.apply(canvas, memory, iteration)
+                if canvas.scores.isnan().any():
+                    raise UserError(NOT_FINITE)
                 if number + 1 < len(model.edits):
                     yield Frame(iteration, edit.kind, rows, canvas.tokens, canvas.scores, torch.zeros_like(canvas.done))
             done = model.stopped(before, canvas, memory, iteration)

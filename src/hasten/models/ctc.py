@@ -15,7 +15,9 @@ from hasten.data.tokenizer import BLANK, PAD, SPECIAL_IDS
 from hasten.decoding.beam import Hypothesis
 from hasten.decoding.ctc_beam import collapse_scored, prefix_beam_search
 from hasten.decoding.ctc_loss import best_alignment, ctc_loss, frames_needed
-from hasten.fields import Depth, NonNegativeInt, PositiveInt, Share, Spec
+from hasten.decoding.frame import NOT_FINITE
+from hasten.errors import UserError
+from hasten.fields import Depth, DepthOrNone, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
 from hasten.nn.dropout import Dropout
 from hasten.nn.loss import LossTerm
@@ -37,7 +39,7 @@ class CTCSpec(Spec):
     """Width inside the feed-forward networks."""
     encoder_layers: Depth = 6
     """Layers at the length of the source."""
-    refiner_layers: NonNegativeInt = 3
+    refiner_layers: DepthOrNone = 3
     """Layers at the upsampled length."""
     upsample: PositiveInt = 2
     """Frames per source token; a pair can be learnt if frames >= target tokens + adjacent equal target tokens."""
@@ -166,7 +168,10 @@ class CTC(GenerationModel):
     def candidates(self, memory: Memory, *, beam: int, n_best: int) -> list[list[Hypothesis]]:
         """The `n_best` most probable token sequences of each row by prefix beam search."""
         results = []
-        for row, length in zip(self.frame_log_probs(memory), memory.lengths.tolist(), strict=True):
+        log_probs = self.frame_log_probs(memory)
+        if log_probs.isnan().any():
+            raise UserError(NOT_FINITE)
+        for row, length in zip(log_probs, memory.lengths.tolist(), strict=True):
             found = prefix_beam_search(row[:length], blank=BLANK, beam=beam, n_best=n_best, top_tokens=2 * beam)
             results.append([Hypothesis(list(tokens), log_prob, log_prob) for tokens, log_prob in found])
         return results

@@ -6,6 +6,7 @@ from pathlib import Path
 from hasten.errors import UserError
 
 _HERE = Path(__file__).parent
+_ALLOWED = "give a run directory, a hub id (owner/name) or one of"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -16,14 +17,18 @@ def names() -> list[str]:
 
 def resolve(name: str | Path) -> Path:
     """The directory of a model: a run directory, a bundled name, or a Hugging Face hub id (downloaded)."""
-    directory = Path(name)
-    if directory.is_dir():
-        return directory
+    try:
+        directory = Path(name)
+        if str(name) and directory.is_dir():
+            return directory
+    except (OSError, TypeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or f"it is of type {type(name).__name__}"
+        raise UserError(f"no model {name!r:.60}: {reason}; {_ALLOWED} {names()}") from error
     if str(name) in names():
         return _HERE / str(name)
     if _HUB_ID.fullmatch(str(name)) and not directory.is_absolute() and str(name)[0] != ".":
         return _download(str(name))
-    raise UserError(f"no model {str(name)!r}: give a run directory, a hub id (owner/name) or one of {names()}")
+    raise UserError(f"no model {str(name)!r}: {_ALLOWED} {names()}")
 
 
 def _download(hub_id: str) -> Path:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hasten.spec import RunSpec
 
 CONFIG, TOKENIZER, WEIGHTS = "config.toml", "tokenizer.model", "model.safetensors"
 STATE, RECENT = "state", "recent"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FORMAT = {"format": "hasten", "version": "1"}
 
 
@@ -61,6 +63,7 @@ def _umask() -> int:
 
 def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Tensor]:
     """Tensors of a file by `save_weights`; `UserError` where it is missing, damaged or of another tokenizer."""
+    require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -68,11 +71,24 @@ def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Te
                 raise UserError(f"{path} was not written by this version of hasten (metadata {metadata})")
             if tokenizer is not None and metadata.get("tokenizer") != tokenizer.fingerprint:
                 raise UserError(f"{path} was trained with another tokenizer than {path.parent / TOKENIZER}")
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except FileNotFoundError as error:
-        raise UserError(f"cannot read {path}: no such file") from error
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
+    for name, tensor in weights.items():
+        if tensor.dtype not in _FLOATS:
+            allowed = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATS)
+            raise UserError(f"{path}: {name} is of type {str(tensor.dtype).removeprefix('torch.')}, allowed {allowed}")
+    return weights
+
+
+def require_file(path: Path) -> None:
+    """`UserError` unless a regular file is there; a pipe or a device would keep its reader waiting."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not regular:
+        raise UserError(f"cannot read {path}: it is no regular file")
 
 
 def read_run(directory: Path) -> tuple[RunSpec, Tokenizer, GenerationModel]:
@@ -80,12 +96,14 @@ def read_run(directory: Path) -> tuple[RunSpec, Tokenizer, GenerationModel]:
 
     Raises `UserError` for whatever is missing, damaged or at odds; the global random numbers stay as they were.
     """
+    for name in (CONFIG, TOKENIZER):
+        require_file(directory / name)
     spec = specs.load(directory / CONFIG)
     tokenizer = Tokenizer.load(directory / TOKENIZER)
     origin = str(directory / WEIGHTS)
     weights = read_weights(directory / WEIGHTS, tokenizer)
     for name, tensor in weights.items():
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():
             raise UserError(f"{origin}: {name} holds numbers that are not finite; train again with a lower rate")
     if not _plausible(spec, weights):  # the certain check makes torch import for a second
         _check_fit(spec, tokenizer.vocab_size, weights, directory)
