@@ -1,6 +1,7 @@
 """Masks, against one condition at a time."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import TypeCheckError
 
 from hasten.attention import FullSpec, Mask
 from hasten.attention.masks import causal, silence
+from hasten.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -58,5 +60,11 @@ def test_shapes_are_enforced_in_tests():
         attention.operator(x, x[:, :2], Mask())
     with pytest.raises(TypeCheckError):
         attention.operator(x, x, Mask()).apply(x[0])
-    with pytest.raises(TypeCheckError):
-        Mask(keys=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("what", ["keys", "allowed"])
+def test_a_mask_of_numbers_is_refused(what: str):
+    # Where shapes are enforced, as in these tests, the constructor itself refuses earlier.
+    given = SimpleNamespace(**{"keys": None, "allowed": None, what: torch.ones(2, 3)})
+    with pytest.raises(UserError, match=rf"{what} is of type torch\.float32; give torch\.bool"):
+        Mask.__post_init__(given)  # type: ignore[arg-type]

@@ -141,3 +141,17 @@ def test_recalling_a_memory_equals_attending_to_it_and_follows_rows():
     torch.testing.assert_close(a.recall(x, state), expected, rtol=1e-10, atol=1e-10)
     rows = torch.tensor([1, 1, 0])
     torch.testing.assert_close(a.recall(x[rows], state.select(rows)), expected[rows], rtol=1e-10, atol=1e-10)
+
+
+def test_without_a_mask_every_query_reads_every_key():
+    attention, (x, memory) = ours(), sequences(4, 6)
+    assert torch.equal(attention(x), attention(x, Mask()))
+    assert torch.equal(attention(x, memory=memory), attention(x, Mask(), memory))
+
+
+def test_a_tensor_is_no_mask_and_a_class_no_mechanism():
+    (x,) = sequences(4)
+    with pytest.raises(TypeError):
+        ours()(x, torch.ones(2, 4, dtype=torch.bool))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        MultiHeadAttention(D, H, FullSpec)  # type: ignore[arg-type]

@@ -155,7 +155,8 @@ def readable(mask: Mask, n_queries: int, n_keys: int) -> Tensor:
 
 
 def test_every_mechanism_of_the_library_is_a_case():
-    assert set(ATTENTIONS) <= {type(case.build()) for case in CASES}
+    missing = {kind.__name__ for kind in ATTENTIONS} - {type(case.build()).__name__ for case in CASES}
+    assert not missing, "add a Case to CASES"
 
 
 # O1, O2: the operator is its definition
@@ -251,8 +252,9 @@ def test_padding_is_the_same_as_dropping(case: Case, side: str, causal: bool):
         for whole, part in zip(padded, qkv, strict=True):
             whole[:, :, real] = part.detach()
             whole.requires_grad_()
-        out = attention.operator(padded[0], padded[1], Mask(causal=causal, keys=keys)).apply(padded[2])
-        out = out[:, :, real]
+        operator = attention.operator(padded[0], padded[1], Mask(causal=causal, keys=keys))
+        assert_equal(operator.materialised().apply(padded[2])[:, :, real], alone)
+        out = operator.apply(padded[2])[:, :, real]
         seen.append(out)
         assert_equal(out, alone)
         for gradient, wanted in zip(gradients(out, tuple(padded)), expected, strict=True):
@@ -405,7 +407,7 @@ def test_a_query_that_may_read_nothing_gets_exactly_nothing(case: Case, how: str
     operator = attention.operator(q, k, masks[how])
     for out in (operator.apply(v), operator.dense(), operator.materialised().apply(v)):
         assert out[0].eq(0).all()
-        assert out[1].ne(0).all()
+        assert out[1].ne(0).any(-1).all()
         for gradient in gradients(out, qkv):
             assert gradient.isfinite().all()
             assert gradient[0].eq(0).all()

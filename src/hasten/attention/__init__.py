@@ -1,6 +1,7 @@
 """Efficient attention: every mechanism behind one contract.
 
-Adding a mechanism is one file, one test and one line in each tuple below.
+Adding a mechanism is one file, one test, its class in `ATTENTIONS` and its spec in `AttentionSpec`. From the second
+spec on that is a union told apart by its kind: `Annotated[FullSpec | OtherSpec, Field(discriminator="kind")]`.
 """
 
 from hasten.attention.base import Attention, Operator, StepOperator, Traits

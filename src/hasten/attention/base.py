@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hasten.attention.masks import Mask
+from hasten.attention.masks import Mask, silence
 from hasten.nn.loss import LossTerm
 
 
@@ -65,14 +65,14 @@ class Operator(ABC):
 
 
 class Weights(Operator):
-    """A map given by its matrix."""
+    """A map given by its matrix. With `keys` (B, S), values at False keys are not read: a NaN there is harmless."""
 
-    def __init__(self, weights: Float[Tensor, "B H T S"]):
-        self.weights = weights
+    def __init__(self, weights: Float[Tensor, "B H T S"], keys: Bool[Tensor, "B S"] | None = None):
+        self.weights, self.keys = weights, keys
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
         """Weights times values."""
-        return self.weights @ v
+        return self.weights @ silence(v, self.keys)
 
     def dense(self) -> Float[Tensor, "B H T S"]:
         """The weights themselves."""

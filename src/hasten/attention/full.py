@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from hasten.attention.base import Attention, Cache, Operator, State, StepOperator, Traits
+from hasten.attention.base import Attention, Cache, Operator, State, StepOperator, Traits, Weights
 from hasten.attention.masks import Mask, silence
 from hasten.fields import Share, Spec
 
@@ -110,6 +110,10 @@ class FullOperator(Operator):
         empty = ~allowed.any(-1, keepdim=True)
         weights = scores.masked_fill(~(allowed | empty), -torch.inf).softmax(-1)
         return weights.masked_fill(~allowed, 0.0).to(self.q.dtype)
+
+    def materialised(self) -> Weights:
+        """The softmax weights, to be applied many times; padded values stay unread."""
+        return Weights(self.dense(), None if self.mask.silent else self.mask.keys)
 
     def _scores(self) -> Float[Tensor, "B H T S"]:
         q, k = self.q, self.k

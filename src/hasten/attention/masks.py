@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from hasten.errors import UserError
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -21,6 +23,11 @@ class Mask:
     keys: Bool[Tensor, "B S"] | None = None
     allowed: Bool[Tensor, "#B #H T S"] | None = None
     silent: bool = False
+
+    def __post_init__(self) -> None:
+        for name, given in (("keys", self.keys), ("allowed", self.allowed)):
+            if given is not None and given.dtype != torch.bool:
+                raise UserError(f"Mask: {name} is of type {given.dtype}; give torch.bool, True = may attend")
 
     def dense(self, n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "#B #H #T S"] | None:
         """The mask as one boolean tensor that broadcasts to (B, H, T, S); None where everything is allowed."""

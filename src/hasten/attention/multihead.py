@@ -12,6 +12,8 @@ from hasten.attention.base import Attention, Cache, State
 from hasten.attention.masks import Mask, padding, silence
 from hasten.errors import UserError
 
+_EVERYTHING = Mask()
+
 
 @dataclass(frozen=True)
 class SelfState:
@@ -55,6 +57,8 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if n_heads < 1 or d_model < 1 or d_model % n_heads:
             raise UserError(f"d_model {d_model} cannot be cut into {n_heads} heads; n_heads must divide d_model")
+        if not isinstance(attention, Attention):
+            raise TypeError(f"attention is {attention!r}; give an instance of a mechanism, for example FullAttention()")
         self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
         self.in_proj_weight = Parameter(torch.empty(3 * d_model, d_model))
         self.in_proj_bias = Parameter(torch.zeros(3 * d_model)) if bias else None
@@ -65,9 +69,13 @@ class MultiHeadAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], mask: Mask, memory: Float[Tensor, "B S D"] | None = None
+        self, x: Float[Tensor, "B T D"], mask: Mask = _EVERYTHING, memory: Float[Tensor, "B S D"] | None = None
     ) -> Float[Tensor, "B T D"]:
-        """Self-attention over `x`, or attention from `x` over `memory`."""
+        """Self-attention over `x`, or attention from `x` over `memory`; without a mask every query reads every key."""
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"mask is a {type(mask).__name__}; give a Mask, for example Mask(keys=mask), True = may attend"
+            )
         if memory is None:
             q, k, v = self._project(x, 0, 3)
         else:
