@@ -25,6 +25,8 @@ def explain(error: ValidationError, table: Any, root: type) -> str:
         kinds = kinds or [kind_of(spec) for spec in _reached(problem["loc"], root)]
         got = found.get("kind") if isinstance(found, dict) else found
         return f"{where}.kind: choose one of {', '.join(kinds)}; got {got!r}{_closest(str(got), kinds)}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f'{where}: expected a list such as [{{ kind = "full" }}], got {problem["input"]!r}'
     message = problem["msg"].replace("an object", "a table").replace("Field required", "this is required")
     return f"{where}: {message}" + ("" if problem["type"] == "missing" else f", got {problem['input']!r}")
 

@@ -19,7 +19,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the choice of held-out document
 Force = Annotated[bool, typer.Option("--force", help="Replace the corpus in a non-empty --out.")]
 
 
-@app.command()
+@app.command(short_help="Build a corpus out of Debian's translations.")
 def debian(
     pair: Annotated[str, typer.Argument(help="Language pair: en-de, en-fr or en-es.")],
     out: Out,
@@ -151,7 +151,7 @@ def _print_summary(corpus: Corpus) -> None:
         return made
 
     manifest, names = corpus.manifest, corpus.splits
-    splits = table("split", "pairs", "documents", "source words", "target words", "removed, near train")
+    splits = table("split", "pairs", "documents", "source words", "target words", "near train")
     for name, counts in manifest["splits"].items():
         removed = manifest["removed_from_held_out"].get(name, {})
         near = sum(removed.get(rule, 0) for rule in ("same source", "same target", "near source", "near target"))
@@ -169,7 +169,7 @@ def _print_summary(corpus: Corpus) -> None:
         )
     console = Console(highlight=False)
     console.print(f"{corpus.directory}: {corpus.source_language} to {corpus.target_language}", soft_wrap=True)
-    console.print(splits, sources)
+    console.print(splits, "near train: nearly repeated training text, and was removed", sources)
     listed = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
     console.print(f"filtered: {listed or 'nothing'}", soft_wrap=True)
     console.print(f"origins, counts and checksums: {corpus.directory}/manifest.json", soft_wrap=True)

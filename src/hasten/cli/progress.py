@@ -68,7 +68,7 @@ class TrainingProgress:
 
     def announce(self, row: dict[str, Any]) -> None:
         """A row of metrics: to stderr, and its numbers to TensorBoard."""
-        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        shown = "  ".join(f"{k} {readable(v)}" for k, v in row.items())
         self._console.print(shown, highlight=False, markup=False, soft_wrap=True)
         if self._events is None or "step" not in row:
             return
@@ -85,6 +85,13 @@ class TrainingProgress:
         if not self._stop:
             self._stop = True
             self._console.print("stopping after this step; Ctrl-C again to leave without saving", highlight=False)
+
+
+def readable(value: Any) -> str:
+    """A value for people: four digits, but whole thousands without an exponent."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def clock(seconds: float) -> str:

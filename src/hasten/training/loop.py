@@ -138,7 +138,10 @@ class _Run:
         weights = checkpoint.read_weights(source / checkpoint.WEIGHTS, theirs)
         copied = checkpoint.fill_matching(self.model, weights)
         if not copied:
-            raise UserError(f"training.init_from {name}: none of its weights has a name and shape of this model")
+            raise UserError(
+                f"training.init_from {name}: none of its weights has a name and shape of this model; "
+                "give both the same d_model and d_ff, or leave init_from out"
+            )
         return {"initialised_from": name, "tensors": len(copied), "of": len(self.model.state_dict())}
 
     def restore(self) -> Progress:
