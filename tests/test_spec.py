@@ -156,6 +156,10 @@ def test_an_override_cannot_enter_a_value(toml):
             "training.schedule=cosine",
             "training.schedule: Input should be 'linear', 'inverse_sqrt' or 'hold_then_linear'",
         ),
+        (
+            "model.encoder_attention=full",
+            "model.encoder_attention: expected a list such as [{ kind = \"full\" }], got 'full'",
+        ),
         ("training.steps=0", "training.steps: Input should be greater than 0, got 0"),
         ("training.steps=-3", "training.steps: Input should be greater than 0, got -3"),
         ("training.steps='5'", "training.steps: Input should be a valid integer, got '5'"),
