@@ -173,7 +173,7 @@ def test_an_override_cannot_enter_a_value(toml):
         ("training.seed=4294967296", "training.seed: Input should be less than 4294967296"),
         ("data.path=3", "data.path: Input should be a valid string, got 3"),
         ("model.encoder_layers=1000000", "model.encoder_layers: Input should be"),
-        ("model.encoder_attention=5", "model.encoder_attention: Input should be a valid"),
+        ("model.encoder_attention=5", "model.encoder_attention: expected a list such as"),
     ],
 )
 def test_a_mistake_is_answered_with_place_and_remedy(override, answer, toml):

@@ -69,7 +69,7 @@ def test_bench_writes_rows_table_and_picture(model, data, tmp_path, monkeypatch,
     [
         (("--models", "x:beam=0"), "beam=0"),
         (("--models", "nobody"), "no model 'nobody'"),
-        (("--models", "x", "--threads", "two"), "'two' is no number of threads"),
+        (("--models", "x", "--threads", "two"), "'two' is not in 1 to 1024"),
         (("--models", "x", "--split", "exam"), "exam"),
     ],
 )
