@@ -38,7 +38,8 @@ def load(name: str | Path, device: str = "cpu") -> "Translator":
     spec, tokenizer, model = checkpoint.read_run(directory)
     try:
         model = model.to(torch.device(device))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        model.embedding.weight[0, 0].item()  # some devices hold no numbers
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"device {device!r} cannot be used here (try cpu, cuda or mps): {reason}") from error
     return Translator(lay_out(model), tokenizer, spec, directory, max(_FEWEST_SOURCE_TOKENS, spec.data.max_tokens))

@@ -222,4 +222,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
     """One JSON object a line."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    try:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.files import write_text
 from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
@@ -67,7 +68,7 @@ def decode(
         typer.echo(report.plain(rows))
     if out is not None:
         bench.write_rows(rows, out / "decode.jsonl")
-        (out / "decode.md").write_text(report.markdown(rows), encoding="utf-8")
+        write_text(out / "decode.md", report.markdown(rows))
         report.picture(rows, out / "decode.png")
         typer.echo(f"wrote {out / 'decode.jsonl'}, decode.md and decode.png", err=True)
 

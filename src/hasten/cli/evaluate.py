@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.files import check_distinct
+from hasten.cli.files import check_distinct, write_text
 from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
@@ -89,7 +89,7 @@ def evaluate(
     results = [_translate(name, width, test_set, batch_tokens, device) for name, width in contestants]
     differences = _compare(results, test_set.target)
     if output is not None:
-        output.write_text("".join(line + "\n" for line in results[0].translations), encoding="utf-8")
+        write_text(output, "".join(line + "\n" for line in results[0].translations))
     if json is not None:
         _write_json(json, test_set, results, differences)
     _print(test_set, results, differences)
@@ -178,7 +178,7 @@ def _write_json(
     if differences:
         table["baseline"] = results[1].as_dict()
         table["differences"] = [difference.as_dict() for difference in differences]
-    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
 
 
 def _print(test_set: _TestSet, results: Sequence[_Result], differences: "Sequence[Difference]") -> None:

@@ -14,6 +14,14 @@ def check_distinct(read: Mapping[str, Path | None], written: Mapping[str, Path |
             raise UserError(f"{one} and {other} both name {path}; give two different files")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8; `UserError` names the file where that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
 def _same(path: Path, other: Path) -> bool:
     try:
         return path.samefile(other) and not path.is_char_device()

@@ -1,5 +1,6 @@
 """hasten train: any model by its TOML."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,7 @@ def train(
     """
     from hasten import spec as specs
     from hasten.cli.progress import require_tensorboard
-    from hasten.training import checkpoint, memory
+    from hasten.training import checkpoint, memory, processes
 
     spec = specs.load(config, overrides or [])
     directory = out or Path("runs") / config.stem
@@ -51,8 +52,9 @@ def train(
         import torch
 
         torch.set_num_threads(threads)
-    tokenizer, task = _prepare(spec, directory, resume)
-    _run(spec, directory, tokenizer, task, resume, tensorboard)
+    with checkpoint.held(directory) if processes.is_main() else nullcontext():
+        tokenizer, task = _prepare(spec, directory, resume)
+        _run(spec, directory, tokenizer, task, resume, tensorboard)
 
 
 def _prepare(spec: "RunSpec", directory: Path, resume: bool) -> tuple["Tokenizer", "Task"]:
@@ -61,6 +63,9 @@ def _prepare(spec: "RunSpec", directory: Path, resume: bool) -> tuple["Tokenizer
     from hasten.training import checkpoint, prepare, processes
 
     prepare.check(spec)
+    if spec.training.warmup >= spec.training.steps and processes.is_main():
+        shown = f"training.warmup {spec.training.warmup}, training.steps {spec.training.steps}"
+        typer.echo(f"warning: the run ends before the learning rate has risen ({shown}); lower the warm-up", err=True)
     corpus = Corpus.open(spec.data.path)
     if resume:
         tokenizer = Tokenizer.load(directory / checkpoint.TOKENIZER)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from hasten.errors import UserError
 
+_NAME = re.compile(r"\w[\w.-]*")
 KIND = "parallel-text"
 MANIFEST = "manifest.json"
 LICENCES = "LICENCES"
@@ -144,13 +146,16 @@ def write_corpus(
     files of a corpus that was there are replaced; other files stay.
     """
     out = claim_directory(directory, force)
-    _remove_old_corpus(out)
-    described = {name: _write_split(out, name, languages, pairs) for name, pairs in splits.items()}
-    if licences:
-        (out / LICENCES).write_bytes(licences.encode("utf-8"))
-    manifest = {"kind": KIND, "source": languages[0], "target": languages[1], "splits": described, **facts}
-    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-    (out / MANIFEST).write_bytes(text.encode("utf-8"))
+    try:
+        _remove_old_corpus(out)
+        described = {name: _write_split(out, name, languages, pairs) for name, pairs in splits.items()}
+        if licences:
+            (out / LICENCES).write_bytes(licences.encode("utf-8"))
+        manifest = {"kind": KIND, "source": languages[0], "target": languages[1], "splits": described, **facts}
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        (out / MANIFEST).write_bytes(text.encode("utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from error
     return Corpus(out, manifest)
 
 
@@ -194,7 +199,9 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory}: no {MANIFEST}; build it with `hasten data debian` or `hasten data text`")
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); build the corpus again") from None
     kind = manifest.get("kind") if isinstance(manifest, dict) else None
     if kind != KIND:
@@ -202,4 +209,16 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     missing = [key for key in ("source", "target", "splits") if key not in manifest]
     if missing:
         raise UserError(f"{path}: no entry {missing[0]!r}; build the corpus again")
+    _check_manifest(manifest, path)
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
+    """`UserError` unless languages and splits can name files of this directory, and counts are numbers."""
+    splits = manifest["splits"] if isinstance(manifest["splits"], dict) else {"splits": None}
+    for name in (manifest["source"], manifest["target"], *splits):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"{path}: {name!r} cannot be a language or a split; build the corpus again")
+    for name, facts in splits.items():
+        if not isinstance(facts, dict) or not isinstance(facts.get("pairs"), int):
+            raise UserError(f"{path}: split {name!r} has no number of pairs; build the corpus again")

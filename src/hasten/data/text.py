@@ -53,7 +53,7 @@ class TextOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; it must be at least {least}")
-        if self.max_ratio < 1:
+        if not self.max_ratio >= 1:  # NaN is not either
             raise UserError(f"max_ratio is {self.max_ratio}; it must be at least 1")
         if not 0 < self.overlap <= 1:
             raise UserError(f"overlap is {self.overlap}; it must be above 0 and at most 1")
@@ -76,6 +76,10 @@ def build_text_corpus(
     """
     options, held_out = options or TextOptions(), held_out or {}
     check_languages(languages)
+    _check_files([files, *held_out.values()], documents, out)
+    for name in held_out:
+        if getattr(options, name) is not None:
+            raise UserError(f"{name} is given as a file and as a number of pairs to hold out; leave out one of them")
     claim_directory(out, force)
     pairs, counts = _usable(read_pairs(files), options)
     if not pairs:
@@ -107,8 +111,18 @@ def check_languages(languages: tuple[str, str]) -> None:
     for code in languages:
         if not LANGUAGE.fullmatch(code):
             raise UserError(f"language code {code!r}: expected two or three letters, such as en or pt-BR")
-    if languages[0] == languages[1]:
+    if languages[0].casefold() == languages[1].casefold():  # some file systems do not tell DE from de
         raise UserError(f"source and target language are both {languages[0]!r}; give two codes that differ")
+
+
+def _check_files(files: Sequence[TextFiles], documents: Path | None, out: Path) -> None:
+    """`UserError` where a text is said to translate itself, or a file to be read might be written."""
+    for source, target in files:
+        if target is not None and source.exists() and target.exists() and source.samefile(target):
+            raise UserError(f"{source} is given as source and as target; give the file of its translations")
+    for path in [path for pair in files for path in pair] + [documents]:
+        if path is not None and path.resolve().parent == out.resolve():
+            raise UserError(f"{path} lies in the directory that is to be written; choose another --out")
 
 
 def read_lines(path: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Autoregressive models as CTranslate2 directories. Source: Klein et al., 2020, "The OpenNMT Neural Machine Translation
 Toolkit"; the format is that of CTranslate2 4."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hasten.nn.layers import FeedForward
 from hasten.nn.positions import sinusoids
 
 QUANTIZATIONS = ("float32", "float16", "bfloat16", "int16", "int8", "int8_float32", "int8_float16", "int8_bfloat16")
+_FILES = ("model.bin", "config.json", "shared_vocabulary.json")
 POSITIONS = 2048
 """Rows of the exported position table: the longest source and the longest output in tokens."""
 
@@ -58,17 +58,27 @@ def export(
     if directory.is_dir() and any(directory.iterdir()):
         if not force:
             raise UserError(f"{directory} is not empty; choose another --out or give --force")
-        if not (directory / "model.bin").exists():
-            raise UserError(f"{directory} holds something else than a CTranslate2 model; it is not overwritten")
-        shutil.rmtree(directory)
+        _clear(directory)
     spec = build_spec(exportable, tokenizer.pieces())
     spec.validate()
     spec.optimize(quantization=quantization)
-    directory.mkdir(parents=True, exist_ok=True)
-    spec.save(str(directory))
-    tokenizer.save(directory / "tokenizer.model")
-    (directory / "README.md").write_text(_usage(quantization), encoding="utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        spec.save(str(directory))
+        tokenizer.save(directory / "tokenizer.model")
+        (directory / "README.md").write_text(_usage(quantization), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {directory}: {error.strerror}; give another --out, or --force later") from error
     return directory
+
+
+def _clear(directory: Path) -> None:
+    """Remove an exported model, whole or not, and never anything else."""
+    found = {path.name for path in directory.iterdir()}
+    if not found <= {*_FILES, "tokenizer.model", "README.md"} or not found & set(_FILES):
+        raise UserError(f"{directory} holds something else than a CTranslate2 model; it is not overwritten")
+    for name in found:
+        (directory / name).unlink()
 
 
 def build_spec(model: Autoregressive, pieces: Sequence[str]) -> Any:

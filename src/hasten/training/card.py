@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.data.corpus import Corpus
+from hasten.errors import UserError
 from hasten.spec import RunSpec
 
 
@@ -46,6 +47,15 @@ def _measured(spec: RunSpec, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`."""
+    """The rows of `metrics.jsonl`, without a last one that was cut off; `UserError` names a damaged line."""
     path = directory / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: this is no row of metrics; remove the line")
+        rows.append(row)
+    return rows

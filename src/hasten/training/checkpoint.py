@@ -1,9 +1,11 @@
 """Model directories: complete and pickle-free."""
 
+import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -164,6 +166,8 @@ def holds_run(directory: Path) -> bool:
 
 def claim(directory: Path, *, resume: bool, force: bool) -> None:
     """`UserError` unless a run may be written there: new, empty, or as `resume` and `force` say."""
+    if resume and force:
+        raise UserError("--resume goes on with a run, --force writes over it; leave out one of them")
     occupied = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
     if resume and not any((directory / name).exists() for name in (STATE, STATE + ".old")):
         raise UserError(f"{directory} holds no saved state to resume from; start without --resume")
@@ -171,3 +175,25 @@ def claim(directory: Path, *, resume: bool, force: bool) -> None:
         raise UserError(f"{directory} holds something other than a run; choose another --out")
     if occupied and not resume and not force:
         raise UserError(f"{directory} holds a run; give --resume to go on with it or --force to write over it")
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Nobody else trains there meanwhile: another process that tries gets a `UserError`."""
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot write a run to {directory}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"another process trains in {directory}; wait for it or choose another --out") from error
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):  # those that are in use
+            for path in created:
+                path.rmdir()

@@ -23,6 +23,7 @@ from hasten.training.workers import Workers
 
 # Five copies or more of the same two to forty characters: a decoder that could not stop.
 _LOOP = re.compile(r"(?=\S)(.{2,40}?)\1{4}")
+_GO_ON = "the same command goes on where this one stopped"
 _LINE_BREAKS = re.compile(r"[\r\n]+")
 
 
@@ -44,7 +45,7 @@ class DistillSpec:
     def __post_init__(self) -> None:
         for name, least in (("max_ratio", 1), ("max_tokens", 1), ("shard_lines", 1), ("limit", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not value >= least:  # NaN is not either
                 raise UserError(f"{name} is {value}; it must be at least {least}")
 
 
@@ -134,8 +135,7 @@ def distill(
     lines = read_lines(source)[: spec.limit]
     if not lines:
         raise UserError(f"{source} has no lines")
-    if out.exists() and out.samefile(source):
-        raise UserError(f"--out is the source itself, {source}; give another --out")
+    _check_out(out, source)
     task = _task(teacher, lines, spec)
     with Output.opened(out, task, force) as output:
         make = partial(shard_maker, teacher, task["teacher"], spec)
@@ -144,6 +144,15 @@ def distill(
         report = _report(teacher, source, out, task, output)
         output.finish(report)
     return report
+
+
+def _check_out(out: Path, source: Path) -> None:
+    """`UserError` where the source would be written over."""
+    if out.is_dir():
+        raise UserError(f"{out} is a directory; name a file, for example {out / 'distilled.txt'}")
+    for written in (out, *(beside(out, ending) for ending in ("partial", "progress.json", "report.json"))):
+        if written.exists() and written.samefile(source):
+            raise UserError(f"--out is the source itself, or would write over it ({written}); give another --out")
 
 
 def _task(teacher: Teacher, lines: Sequence[str], spec: DistillSpec) -> dict[str, Any]:
@@ -215,8 +224,6 @@ class Output:
     @contextmanager
     def opened(cls, out: Path, task: dict[str, Any], force: bool) -> Iterator["Output"]:
         """Take up unfinished work on `out` or begin; nobody else can meanwhile."""
-        if out.is_dir():
-            raise UserError(f"{out} is a directory; name a file, for example {out / 'distilled.txt'}")
         partial_file, progress = beside(out, "partial"), beside(out, "progress.json")
         if out.exists() and not force:
             raise UserError(f"{out} exists; give another --out, or --force to replace it")
@@ -237,9 +244,12 @@ class Output:
     def append(self, shard: Shard, seconds: float) -> None:
         """Add a shard for good."""
         data = "".join(line + "\n" for line in shard.targets).encode("utf-8")
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(data)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {beside(self._out, 'partial')}: {error.strerror}; {_GO_ON}") from error
         self.done += len(shard.targets)
         self.counts += shard.counts
         self.seconds = seconds
@@ -290,9 +300,11 @@ def _first_difference(begun: dict[str, Any], part: str, value: Any) -> str:
 def _replace(path: Path, content: dict[str, Any]) -> None:
     """Write JSON so that either the old or the new content is there at any moment."""
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; {_GO_ON}") from error

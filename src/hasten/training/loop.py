@@ -23,6 +23,7 @@ from hasten.models.base import GenerationModel
 from hasten.nn.loss import LossTerm
 from hasten.spec import RunSpec
 from hasten.training import checkpoint, state
+from hasten.training.card import read_metrics
 from hasten.training.metrics import quality
 from hasten.training.optim import adamw, learning_rate
 from hasten.training.processes import keep_buffers_apart, make_accelerator, multiplies_in_bfloat16
@@ -153,6 +154,11 @@ class _Run:
                 "a run keeps its tokenizer: leave [tokenizer] as it was or start anew"
             )
         progress = state.load_state(self.directory, self.model, self.optimizer, self.tokenizer)
+        if progress.step > self.options.steps:
+            raise UserError(
+                f"training.steps is {self.options.steps}, but {self.directory} has made {progress.step} already; "
+                "give at least as many, or start anew"
+            )
         if progress.data not in ("", self.data):
             raise UserError(
                 f"the training pairs are not those that {self.directory} began with (files of [data], or its settings, "
@@ -171,10 +177,8 @@ class _Run:
         for snapshot in state.snapshots(self.directory):
             if state.step_of(snapshot) > step:
                 snapshot.unlink()
-        path = self.directory / METRICS
-        rows = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        kept = [row for row in rows if row.endswith("\n") and json.loads(row).get("step", 0) <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        kept = [row for row in read_metrics(self.directory) if row.get("step", 0) <= step]
+        (self.directory / METRICS).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
     def _batches_per_step(self) -> int:
         return self.options.accumulate * self.accelerator.num_processes

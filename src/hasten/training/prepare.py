@@ -1,5 +1,6 @@
 """From a spec to what the loop needs: tokenizer, encoded pairs that can be learned, counts of those that cannot."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -20,8 +21,25 @@ def check(spec: RunSpec) -> None:
     for name in (spec.tokenizer.from_model, spec.training.init_from):
         if name is not None:
             resolve(name)
-    with torch.device("meta"):
-        spec.model.build(spec.tokenizer.vocab_size)
+    try:
+        with torch.device("meta"):
+            model = spec.model.build(spec.tokenizer.vocab_size)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"[model] describes a model that cannot be built: {reason}") from error
+    _check_memory(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def _check_memory(n_parameters: int) -> None:
+    """`UserError` where weights, gradients and the optimizer's two moments cannot fit this machine."""
+    if not hasattr(os, "sysconf") or torch.cuda.is_available():
+        return
+    needed, there = 16 * n_parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"[model] has {n_parameters:,} parameters and needs {needed / 2**30:,.0f} GiB to train, "
+            f"this machine has {there / 2**30:,.0f}; make d_model, d_ff, the layers or tokenizer.vocab_size smaller"
+        )
 
 
 def make_tokenizer(spec: TokenizerSpec, corpus: Corpus) -> Tokenizer:

@@ -58,20 +58,36 @@ def load_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     progress = _read_progress(state / "state.json")
     fill(model, read_weights(state / WEIGHTS, tokenizer), str(state / WEIGHTS))
     saved = read_weights(state / OPTIMIZER, tokenizer)
-    for name, parameter in model.named_parameters():
-        keys = ("exp_avg", "exp_avg_sq", "step")
-        # The fused optimizer counts steps on the device of the parameter.
-        entry = {key: saved[f"{name}|{key}"].to(parameter.device) for key in keys if f"{name}|{key}" in saved}
-        if entry:
-            optimizer.state[parameter] = entry
+    if progress.step and not saved:
+        raise UserError(f"{state / OPTIMIZER} is empty; start again without --resume")
+    _fill_optimizer(model, optimizer, saved, state / OPTIMIZER)
     return progress
+
+
+def _fill_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Tensor], origin: Path) -> None:
+    """Moments and step counts of every parameter that was ever updated; `UserError` where they are another model's."""
+    for name, parameter in model.named_parameters():
+        # The fused optimizer counts steps on the device of the parameter.
+        entry = {key: saved.pop(f"{name}|{key}", None) for key in ("exp_avg", "exp_avg_sq", "step")}
+        found = {key: tensor.to(parameter.device) for key, tensor in entry.items() if tensor is not None}
+        if not found:
+            continue
+        if len(found) < len(entry) or found["exp_avg"].shape != parameter.shape:
+            raise UserError(f"{origin} does not fit the model at {name}; start again without --resume")
+        optimizer.state[parameter] = found
+    if saved:
+        raise UserError(f"{origin} holds {min(saved)}, which the model lacks; start again without --resume")
 
 
 def _read_progress(path: Path) -> Progress:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         known = {field.name: facts[field.name] for field in dataclasses.fields(Progress) if field.name in facts}
-        return Progress(**{"batches": -1, **known, "step": int(facts["step"])})
+        progress = Progress(**{"batches": -1, **known, "step": int(facts["step"])})
+        if progress.step < 0 or not math.isfinite(progress.batches + progress.seconds):
+            raise ValueError(f"{facts} is no progress")
+        math.isnan(progress.loss)  # a number at least
+        return progress
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is missing or damaged ({error}); start again without --resume") from error
 
@@ -87,7 +103,8 @@ def save_snapshot(directory: Path, step: int, model: nn.Module, tokenizer: Token
 
 def snapshots(directory: Path) -> list[Path]:
     """Snapshots in the order of their steps."""
-    return sorted((directory / RECENT).glob("step-*.safetensors"), key=step_of)
+    found = (directory / RECENT).glob("step-*.safetensors")
+    return sorted((path for path in found if path.stem.removeprefix("step-").isdecimal()), key=step_of)
 
 
 def step_of(snapshot: Path) -> int:
