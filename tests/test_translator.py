@@ -1,11 +1,13 @@
 import dataclasses
 import io
+import os
 import pickle
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -83,6 +85,20 @@ def test_a_translation_is_one_line(translator: Translator, monkeypatch: pytest.M
 def test_one_string_in_place_of_lines_is_refused(translator: Translator):
     with pytest.raises(UserError, match="list of lines"):
         translator.translate("kamo")
+
+
+@pytest.mark.parametrize(
+    "lines", [b"kamo", None, 5, {"kamo"}, {"kamo": 1}, ["kamo", None], [b"kamo"], ["kamo", 3], [["kamo"]]], ids=str
+)
+def test_what_is_no_list_of_strings_is_refused(translator: Translator, lines):
+    with pytest.raises(UserError, match="lines"):
+        translator.translate(lines)
+
+
+def test_lines_may_come_from_anything_that_has_an_order(translator: Translator):
+    expected = translator.translate(LINES)
+    assert translator.translate(iter(LINES)) == translator.translate(tuple(LINES)) == expected
+    assert translator.translate(np.array(["kamo ti"])) == translator.translate(["kamo ti"])
 
 
 def test_a_model_in_training_is_refused(tiny_run):
@@ -266,7 +282,7 @@ def test_a_name_that_leads_nowhere_is_one_line(name: str):
         load(name)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x", ""])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x", "meta", ""])
 def test_a_device_that_is_not_there_is_one_line(run: Path, device: str):
     with pytest.raises(UserError, match="device") as raised:
         load(run, device)
@@ -284,6 +300,28 @@ def test_a_directory_in_place_of_a_file_is_one_line(run: Path, name: str):
     (run / name).unlink()
     (run / name).mkdir()
     refuse(run, name)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "tokenizer.model", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(run: Path, name: str):
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    refuse(run, f"{name}: it is no regular file")
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", "", "a" * 5000])
+def test_a_name_that_can_be_none_is_one_line(name):
+    with pytest.raises(UserError, match="no model"):
+        load(name)
+
+
+@pytest.mark.parametrize("kind", ["autoregressive", "ctc"])
+@pytest.mark.parametrize("beam", [1, 3])
+def test_weights_that_overflow_say_so_instead_of_nothing(tiny_run, tokenizer, tmp_path: Path, kind: str, beam: int):
+    run = Path(shutil.copytree(tiny_run(kind), tmp_path / "run"))
+    change_weights(run, tokenizer, "encoder.norm.weight", torch.full((32,), 3e38))
+    with pytest.raises(UserError, match="not numbers"):
+        load(run).translate(["kamo ti", "re"], beam=beam)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "model.safetensors"])
@@ -357,6 +395,9 @@ def change_weights(run: Path, tokenizer: Tokenizer, name: str, tensor: torch.Ten
         ("embedding.weight", torch.tensor(1.0), "embedding.weight has shape"),
         ("embedding.weight", None, "embedding.weight is missing"),
         ("surplus", torch.zeros(1), "surplus is unknown"),
+        ("embedding.weight", torch.zeros(400, 32, dtype=torch.int8), "embedding.weight is of type int8"),
+        ("encoder.norm.weight", torch.ones(32).to(torch.float8_e4m3fn), "encoder.norm.weight is of type float8"),
+        ("encoder.norm.weight", torch.full((32,), 1e300, dtype=torch.float64), "not finite"),
         ("embedding.weight", torch.full((400, 32), torch.nan), "embedding.weight holds numbers that are not finite"),
     ],
 )
@@ -382,6 +423,9 @@ def test_weights_that_do_not_fit_are_named(
         ("n_heads = 4", "n_heads = 4000000000", "d_model 32"),
         ("encoder_layers = 1", "encoder_layers = 2", "missing"),
         ("encoder_layers = 1", "encoder_layers = 4000000000", "encoder_layers"),
+        ("encoder_layers = 1", "encoder_layers = 1\nx = " + "9" * 5000, "not valid TOML"),
+        ("[model]", "x = " + "{a = " * 2000 + "\n[model]", "not valid TOML"),
+        ("[model]", ".".join("x" * 2000) + " = 1\n[model]", "nested too deeply"),
         ("dropout = 0.1", "dropout = 1.5", "dropout"),
         ("d_ff = 64", "d_fff = 64", "unknown key.*d_fff"),
         ("d_ff = 64", "d_ff = 64\nsurplus = 1", "unknown key.*surplus"),
@@ -395,3 +439,10 @@ def test_a_configuration_that_makes_no_sense_is_one_line(run: Path, old: str, ne
     assert old in config
     (run / "config.toml").write_text(config.replace(old, new, 1), encoding="utf-8")
     refuse(run, what)
+
+
+def test_as_many_refining_layers_as_no_machine_holds_are_one_line(tiny_run, tmp_path: Path):
+    run = Path(shutil.copytree(tiny_run("ctc"), tmp_path / "run"))
+    config = (run / "config.toml").read_text(encoding="utf-8")
+    (run / "config.toml").write_text(config.replace("refiner_layers = 1", "refiner_layers = 1000000000"))
+    refuse(run, "refiner_layers")

@@ -1,5 +1,7 @@
 """The command line as a whole: what it says when asked for nothing in particular."""
 
+import shlex
+import subprocess
 import sys
 from importlib.metadata import version
 
@@ -44,3 +46,61 @@ def test_the_version_is_told(monkeypatch, capsys):
 )
 def test_numbers_of_a_run_are_readable(value: object, shown: str):
     assert readable(value) == shown
+
+
+def closed(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line with a standard stream closed by the shell."""
+    command = " ".join(shlex.quote(str(part)) for part in (sys.executable, "-m", "hasten", *arguments))
+    return subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, text=True, check=False)
+
+
+def test_a_closed_stdout_is_one_line():
+    done = closed(">&-", "--help")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: stdout is closed")
+
+
+def test_a_full_stdout_is_one_line():
+    done = closed(">/dev/full", "--help")
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
+def test_messages_of_a_closed_stderr_do_not_mix_with_results(tmp_path):
+    done = closed("2>&-", "evaluate", "--model", "x", "--src", tmp_path / "none", "--ref", tmp_path / "none")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("translate", "--model", "x", "--output", "y", "--trace", "y"), "--output and --trace both name y"),
+        (("translate", "--model", "x", "--input", "s", "--trace", "./s"), "--trace and --input both name s"),
+        (("translate", "--model", "x", "--input", "s", "--output", "link"), "--output and --input both name link"),
+        (("evaluate", "--model", "x", "--src", "s", "--ref", "r", "--output", "r"), "--output and --ref both name r"),
+        (("evaluate", "--model", "x", "--src", "s", "--ref", "r", "--json", "s"), "--json and --src both name s"),
+    ],
+    ids=str,
+)
+def test_no_file_is_read_and_written_or_written_twice(monkeypatch, capsys, tmp_path, arguments, said: str):
+    monkeypatch.chdir(tmp_path)
+    for name in ("s", "r"):
+        (tmp_path / name).write_text("kamo\n")
+    (tmp_path / "link").symlink_to("s")
+    code, out, err = call(monkeypatch, capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+    assert (tmp_path / "s").read_text() == (tmp_path / "r").read_text() == "kamo\n"
+
+
+@pytest.mark.parametrize("model", ["", "a" * 5000])
+def test_an_impossible_name_of_a_model_is_one_line(monkeypatch, capsys, model: str):
+    code, _, err = call(monkeypatch, capsys, "export", "--model", model, "--out", "x")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no model" in err
+
+
+@pytest.mark.parametrize("verb", ["train", "translate", "evaluate", "distill"])
+def test_more_threads_than_any_machine_has_are_refused(monkeypatch, capsys, verb: str):
+    code, _, err = call(monkeypatch, capsys, verb, "--threads", "100000")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "less than or equal to 1024" in err

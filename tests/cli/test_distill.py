@@ -83,6 +83,8 @@ def test_a_model_distils_by_beam_and_the_report_names_it(folder: Path, monkeypat
         (["--teacher-command", "cat", "--threads", "4"], "--threads goes with --teacher"),
         (["--teacher-command", "false"], "ended with code 1"),
         (["--teacher-command", "cat", "--max-ratio", "0.1"], "max_ratio is 0.1; it must be at least 1"),
+        (["--teacher-command", "cat", "--max-ratio", "nan"], "max_ratio is nan; it must be at least 1"),
+        (["--teacher-command", "cat", "--src", "out.report.json"], "would write over it (out.report.json)"),
         (["--teacher-command", "cat", "--src", "nowhere.en"], "nowhere.en"),
         (["--teacher-command", "cat", "--src", "bad.en"], "bad.en, line 2: invalid UTF-8 at byte 2"),
         (["--teacher-command", "cat", "--src", "empty.en"], "empty.en has no lines"),
@@ -95,6 +97,7 @@ def test_a_model_distils_by_beam_and_the_report_names_it(folder: Path, monkeypat
 def test_a_mistake_is_one_line_and_exit_2(folder: Path, monkeypatch, capsys, arguments: list[str], said: str):
     (folder / "bad.en").write_bytes(b"fine\nx\xff\n")
     (folder / "empty.en").touch()
+    (folder / "out.report.json").write_text("a line to translate\n")
     source = [] if "--src" in arguments else ["--src", "train.en"]
     out = [] if "--out" in arguments else ["--out", "out"]
     assert hasten(monkeypatch, *arguments, *source, *out) == 2

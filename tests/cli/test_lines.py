@@ -98,3 +98,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path):
     with pytest.raises(UserError, match="cannot read here"):
         next(read_chunks(descriptor, "here"))
     os.close(descriptor)
+
+
+def test_a_byte_order_mark_is_no_text_at_the_beginning_and_text_elsewhere():
+    mark = "\ufeff"
+    assert lines_of(f"{mark}a\n{mark}b\nc{mark}\n".encode()) == ["a", f"{mark}b", f"c{mark}"]
+    assert lines_of(mark.encode()) == [""]

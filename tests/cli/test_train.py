@@ -256,3 +256,45 @@ def test_ctrl_c_saves_exits_with_130_and_the_run_goes_on(number, run, folder):
     assert load_file(folder / "x" / "model.safetensors")
     assert run("ar.toml", "--out", "x", "--resume", f"training.steps={stopped + 2}")[:2] == (0, "x\n")
     assert json.loads((folder / "x" / "state" / "state.json").read_text())["step"] == stopped + 2
+
+
+def test_a_run_is_not_made_shorter_than_it_is(run, folder):
+    run("ar.toml", "--out", "x")
+    code, _, err = run("ar.toml", "--out", "x", "--resume", "training.steps=4")
+    assert code == 2
+    assert "training.steps is 4, but x has made 6 already" in err
+    assert "steps = 6" in (folder / "x" / "config.toml").read_text()
+
+
+def test_going_on_and_writing_over_exclude_each_other(run, refused):
+    run("ar.toml", "--out", "x")
+    assert "leave out one of them" in refused("ar.toml", "--out", "x", "--resume", "--force")
+
+
+def test_two_runs_do_not_share_a_directory(run, refused, folder):
+    from hasten.training import checkpoint
+
+    with checkpoint.held(folder / "x"):
+        assert refused("ar.toml", "--out", "x").startswith("another process trains in x")
+    assert not (folder / "x").exists()
+    assert run("ar.toml", "--out", "x")[0] == 0
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", "\udcff"])
+def test_a_damaged_row_of_metrics_is_named(run, folder, line: str):
+    run("ar.toml", "--out", "x")
+    path = folder / "x" / "metrics.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n" + path.read_bytes())
+    code, _, err = run("ar.toml", "--out", "x", "--resume", "training.steps=7")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: x/metrics.jsonl, line 1: ")
+
+
+@pytest.mark.parametrize("width", [2_000_000, 4_000_000_000])
+def test_a_model_that_no_machine_holds_is_one_line(refused, width: int):
+    assert refused("ar.toml", f"model.d_model={width}").startswith("[model]")
+
+
+def test_a_warm_up_longer_than_the_run_is_told(run):
+    assert "warning: the run ends before" in run("ar.toml", "training.warmup=6")[2]
+    assert "warning" not in run("ctc.toml", "training.warmup=5")[2]

@@ -50,6 +50,11 @@ def test_writing_twice_gives_equal_bytes(corpus, tmp_path):
         assert (corpus.directory / name).read_bytes() == (again.directory / name).read_bytes()
 
 
+def edit(directory, **entries):
+    path = directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -58,6 +63,13 @@ def test_writing_twice_gives_equal_bytes(corpus, tmp_path):
         (lambda d: (d / "manifest.json").write_text("[]"), "kind None"),
         (lambda d: (d / "manifest.json").write_text('{"kind": "points"}'), "kind 'points', expected 'parallel-text'"),
         (lambda d: (d / "manifest.json").write_text('{"kind": "parallel-text", "source": "en"}'), "no entry 'target'"),
+        (lambda d: (d / "manifest.json").write_text("[" * 100_000), "not valid JSON"),
+        (lambda d: edit(d, splits=["train"]), "has no number of pairs"),
+        (lambda d: edit(d, splits={"train": "all"}), "split 'train' has no number of pairs"),
+        (lambda d: edit(d, splits={"../train": {"pairs": 2}}), "'../train' cannot be a language or a split"),
+        (lambda d: edit(d, source="../en"), "'../en' cannot be a language or a split"),
+        (lambda d: edit(d, source="e\0n"), "cannot be a language or a split"),
+        (lambda d: edit(d, target=5), "5 cannot be a language or a split"),
         (lambda d: (d / "train.de").unlink(), "train.de: No such file"),
         (lambda d: (d / "train.de").write_text("eins\n"), "1 lines, manifest.json says 2"),
         (lambda d: (d / "train.de").write_bytes(b"eins\nzw\xff\n"), "train.de, line 2: invalid UTF-8 at byte 3"),

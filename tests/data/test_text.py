@@ -243,3 +243,34 @@ def test_a_directory_in_use_is_kept_without_force(tmp_path):
         run(*arguments)
     run(*arguments, "--force")
     assert (tmp_path / "out" / "mine").read_text() == "keep"
+
+
+def test_a_text_is_not_its_own_translation(tmp_path):
+    path = write(tmp_path / "c.en", sentences(300))
+    with pytest.raises(UserError, match="as source and as target"):
+        build_text_corpus(TextFiles(path, path), tmp_path / "out", ("en", "de"))
+
+
+def test_the_directory_of_the_text_is_not_written(tmp_path):
+    source, target = sentences(300, 1), sentences(300, 2)
+    files = TextFiles(write(tmp_path / "train.en", source), write(tmp_path / "train.de", target))
+    with pytest.raises(UserError, match="lies in the directory that is to be written"):
+        build_text_corpus(files, tmp_path, ("en", "de"), force=True)
+    assert read_pairs(files)[0][:2] == (source[0], target[0])
+
+
+def test_a_split_is_given_or_drawn_but_not_both(tmp_path):
+    files = two_files(tmp_path, sentences(300, 1), sentences(300, 2))
+    given = {"valid": TextFiles(write(tmp_path / "v.en", sentences(9, 3)), write(tmp_path / "v.de", sentences(9, 4)))}
+    with pytest.raises(UserError, match="valid is given"):
+        build_text_corpus(files, tmp_path / "out", ("en", "de"), held_out=given, options=TextOptions(valid=5))
+
+
+def test_a_ratio_that_is_no_number_is_refused():
+    with pytest.raises(UserError, match="max_ratio is nan"):
+        TextOptions(max_ratio=float("nan"))
+
+
+def test_languages_differ_on_every_file_system():
+    with pytest.raises(UserError, match="differ"):
+        check_languages(("de", "DE"))

@@ -139,6 +139,16 @@ def test_a_directory_in_use_is_kept(tokenizer, tmp_path):
         export(model, tokenizer, tmp_path / "mine", force=True)
     with pytest.raises(UserError, match="is a file"):
         export(model, tokenizer, tmp_path / "mine" / "thesis.txt", force=True)
+    (out / "thesis.txt").write_text("more of it")
+    with pytest.raises(UserError, match="not overwritten"):
+        export(model, tokenizer, out, force=True)
+
+
+def test_an_export_that_was_cut_off_can_be_replaced(tokenizer, tmp_path):
+    out = export(build(tokenizer), tokenizer, tmp_path / "ct2")
+    (out / "model.bin").unlink()
+    export(build(tokenizer), tokenizer, out, force=True)
+    assert (out / "model.bin").exists()
 
 
 def test_an_unknown_quantization_is_named(tokenizer, tmp_path):

@@ -150,3 +150,36 @@ def test_snapshots_are_ordered_by_step_beyond_eight_digits(run_spec, letters, tm
         ::-1
     ]
     assert [state.step_of(path) for path in state.snapshots(tmp_path)] == steps
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda saved: {}, "is empty"),
+        (lambda saved: {"other.weight|exp_avg": torch.zeros(1)}, "the model lacks"),
+        (lambda saved: {**saved, "embedding.weight|exp_avg": torch.zeros(3)}, "does not fit the model at embedding"),
+        (lambda saved: {k: v for k, v in saved.items() if k != "embedding.weight|step"}, "does not fit the model"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(run_spec, letters, tmp_path, change, what: str):
+    model, optimizer = trained(run_spec(), letters, 2)
+    state.save_state(tmp_path, Progress(step=2, batches=2, loss=1.0), model, optimizer, letters)
+    path = tmp_path / "state" / state.OPTIMIZER
+    checkpoint.save_weights(path, change(load_file(path)), letters)
+    with pytest.raises(UserError, match=what):
+        state.load_state(tmp_path, *trained(run_spec(), letters, 0), letters)
+
+
+@pytest.mark.parametrize("facts", ['{"step": -1}', '{"step": 1, "loss": "low"}', '{"step": 1, "seconds": null}'])
+def test_progress_that_is_none_is_refused(run_spec, letters, tmp_path, facts: str):
+    model, optimizer = trained(run_spec(), letters, 1)
+    state.save_state(tmp_path, Progress(step=1), model, optimizer, letters)
+    (tmp_path / "state" / "state.json").write_text(facts)
+    with pytest.raises(UserError, match="missing or damaged"):
+        state.load_state(tmp_path, model, optimizer, letters)
+
+
+def test_files_that_are_no_snapshots_are_left_alone(tmp_path):
+    (tmp_path / "recent").mkdir()
+    (tmp_path / "recent" / "step-best.safetensors").touch()
+    assert state.snapshots(tmp_path) == []

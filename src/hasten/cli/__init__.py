@@ -58,10 +58,7 @@ def main() -> None:
     except UserError as error:
         _fail(str(error))
     except OSError as error:  # a full disk, a missing permission, ...: nothing that a traceback would explain
-        _fail(
-            "the machine refuses: "
-            + ": ".join(str(part) for part in (error.filename, error.strerror or str(error)) if part)
-        )
+        _fail(": ".join(str(part) for part in (error.filename, error.strerror or str(error)) if part))
     except MemoryError:
         _fail("this machine has too little memory for that; use smaller batches, a smaller model or less text")
     except (KeyboardInterrupt, Abort):
