@@ -50,6 +50,7 @@ def main() -> None:
     _fill_closed_streams()
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except TyperException as error:
         if error.format_message().startswith("Usage:"):  # a group without a verb: its help
             print(error.format_message(), file=sys.stderr)
@@ -57,7 +58,11 @@ def main() -> None:
         _fail(error.format_message() or "no command given; see hasten --help")
     except UserError as error:
         _fail(str(error))
+    except BrokenPipeError:
+        _drop_stdout()
+        sys.exit(1)
     except OSError as error:  # a full disk, a missing permission, ...: nothing that a traceback would explain
+        _drop_stdout()
         _fail(": ".join(str(part) for part in (error.filename, error.strerror or str(error)) if part))
     except MemoryError:
         _fail("this machine has too little memory for that; use smaller batches, a smaller model or less text")
@@ -78,6 +83,11 @@ def _fill_closed_streams() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
     if sys.stdout is None:
         _fail("stdout is closed; results go there, send them to a file or to /dev/null")
+
+
+def _drop_stdout() -> None:
+    """What is still buffered goes nowhere, so that Python does not fail again when it leaves."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _fail(message: str) -> NoReturn:
