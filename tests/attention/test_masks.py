@@ -62,9 +62,9 @@ def test_shapes_are_enforced_in_tests():
         attention.operator(x, x, Mask()).apply(x[0])
 
 
-@pytest.mark.parametrize("what", ["keys", "allowed"])
+@pytest.mark.parametrize("what", ["keys", "allowed", "marked"])
 def test_a_mask_of_numbers_is_refused(what: str):
     # Where shapes are enforced, as in these tests, the constructor itself refuses earlier.
-    given = SimpleNamespace(**{"keys": None, "allowed": None, what: torch.ones(2, 3)})
+    given = SimpleNamespace(**{"keys": None, "allowed": None, "marked": None, what: torch.ones(2, 3)})
     with pytest.raises(UserError, match=rf"{what} is of type torch\.float32; give torch\.bool"):
         Mask.__post_init__(given)  # type: ignore[arg-type]

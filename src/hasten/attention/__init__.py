@@ -9,7 +9,7 @@ from hasten.attention.full import FullAttention, FullSpec
 from hasten.attention.masks import Mask
 from hasten.attention.multihead import MultiHeadAttention
 
-ATTENTIONS = (FullAttention,)
+ATTENTIONS = (FullSpec,)
 AttentionSpec = FullSpec
 
 __all__ = [

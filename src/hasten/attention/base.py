@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hasten.attention.masks import Mask, silence
+from hasten.errors import UserError
 from hasten.nn.loss import LossTerm
 
 
@@ -19,14 +20,19 @@ class Traits:
     causal: "strict": output i depends on nothing later. "value": later values never enter, later keys may move the
         pattern. None: the mechanism cannot be causal.
     cross: queries and keys may come from different sequences, of different lengths.
+    suffix: queries may be fewer (or more) than keys of the same sequence: query i is token i + S - T of it.
     step: `step` decodes one position (or a chunk) at a time, equal to the whole sequence.
     normalised: the weights of a row that may read something sum to 1.
     key_padding: padded keys (`Mask.keys`) are as good as absent.
     allowed: any pattern (`Mask.allowed`) is honoured.
+    marked: tokens marked by the call (`Mask.marked`) mean something.
     dropout: attention weights can be dropped in training.
     needs: which of the projections "query" and "key" the mechanism reads.
     shared_qk: one projection serves as query and key.
     max_length: longest sequence, None where there is no limit.
+    n_heads: the number of heads it is made for, None for any.
+    external: how many learnt tokens must stand before the sequence.
+    second_projections: marked and first tokens are read, as queries, through projections of their own.
     memory: peak memory grows with length to at most this power.
 
     A call outside the traits raises `UserError`, naming the mechanism and the trait; `step` without the trait raises
@@ -39,10 +45,15 @@ class Traits:
     normalised: bool
     key_padding: bool
     dropout: bool
+    suffix: bool = False
     allowed: bool = False
+    marked: bool = False
     needs: frozenset[str] = field(default_factory=lambda: frozenset({"query", "key"}))
     shared_qk: bool = False
     max_length: int | None = None
+    n_heads: int | None = None
+    external: int = 0
+    second_projections: bool = False
     memory: float = 2.0
 
 
@@ -122,6 +133,28 @@ class Attention(nn.Module, ABC):
     """A mechanism. Queries (B, H, T, D) and keys (B, H, S, D) in, an operator out."""
 
     traits: Traits
+
+    def check(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> None:
+        """Refuse, with a `UserError`, what the traits do not claim. Every `operator` begins with it."""
+        traits, name = self.traits, type(self).__name__
+        refused = {
+            "a causal mask": mask.causal and traits.causal is None,
+            "padded keys (Mask.keys)": mask.keys is not None and not traits.key_padding,
+            "a pattern (Mask.allowed)": mask.allowed is not None and not traits.allowed,
+            "marked tokens (Mask.marked)": mask.marked is not None and not traits.marked,
+        }
+        for what, is_given in refused.items():
+            if is_given:
+                raise UserError(f"{name} takes no mask with {what}; FullAttention takes every kind but marked tokens")
+        if not (traits.cross or traits.suffix) and q.shape[2] != k.shape[2]:
+            raise UserError(f"{name} is for self-attention: got {q.shape[2]} queries and {k.shape[2]} keys")
+        if traits.max_length is not None and max(q.shape[2], k.shape[2]) > traits.max_length:
+            raise UserError(
+                f"{name} was made for at most {traits.max_length} positions, "
+                f"got {max(q.shape[2], k.shape[2])}; build it with a larger length"
+            )
+        if traits.n_heads is not None and q.shape[1] != traits.n_heads:
+            raise UserError(f"{name} was made for {traits.n_heads} heads, got {q.shape[1]}")
 
     @abstractmethod
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:

@@ -37,7 +37,14 @@ class FullAttention(Attention):
     """
 
     traits = Traits(
-        causal="strict", cross=True, step=True, normalised=True, key_padding=True, dropout=True, allowed=True
+        causal="strict",
+        cross=True,
+        step=True,
+        normalised=True,
+        key_padding=True,
+        dropout=True,
+        suffix=True,
+        allowed=True,
     )
 
     def __init__(self, dropout: float = 0.0):
@@ -46,6 +53,7 @@ class FullAttention(Attention):
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "FullOperator":
         """The softmax map; weights are never formed unless asked for."""
+        self.check(q, k, mask)
         return FullOperator(
             q, silence(k, None if mask.silent else mask.keys), mask, self.dropout if self.training else 0.0
         )

@@ -11,11 +11,12 @@ from hasten.errors import UserError
 
 @dataclass(frozen=True)
 class Mask:
-    """The conjunction of up to three conditions; the empty mask lets everything through.
+    """The conjunction of up to three conditions, and what mechanisms ask for besides; the empty mask lets all through.
 
     causal: query i reads keys j <= i + S - T (bottom-right aligned: the last query sees every key).
     keys: (B, S), True on real keys. What stands at False keys never reaches an output, NaN included.
     allowed: (B or 1, H or 1, T, S), any pattern.
+    marked: (B, S), True on tokens that a pattern with marked global tokens lets read, and be read by, all others.
     silent: a promise that keys and values are zero wherever `keys` is False, so that nobody need make them so.
     """
 
@@ -23,11 +24,13 @@ class Mask:
     keys: Bool[Tensor, "B S"] | None = None
     allowed: Bool[Tensor, "#B #H T S"] | None = None
     silent: bool = False
+    marked: Bool[Tensor, "B S"] | None = None
 
     def __post_init__(self) -> None:
-        for name, given in (("keys", self.keys), ("allowed", self.allowed)):
+        for name, given in (("keys", self.keys), ("allowed", self.allowed), ("marked", self.marked)):
             if given is not None and given.dtype != torch.bool:
-                raise UserError(f"Mask: {name} is of type {given.dtype}; give torch.bool, True = may attend")
+                meaning = "global" if name == "marked" else "may attend"
+                raise UserError(f"Mask: {name} is of type {given.dtype}; give torch.bool, True = {meaning}")
 
     def dense(self, n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "#B #H #T S"] | None:
         """The mask as one boolean tensor that broadcasts to (B, H, T, S); None where everything is allowed."""

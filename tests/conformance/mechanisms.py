@@ -1,0 +1,151 @@
+"""What the laws of attention are checked on. A mechanism conforms when its lines in CASES pass them all.
+
+Every law is checked against `Attention.reference`, the plain dense definition, or against the law itself. What a
+mechanism cannot do, its traits say: there it must refuse.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hasten.attention import Attention, FullSpec, Mask, Operator, Traits
+from hasten.attention.base import Weights
+
+SIDES = ("right", "left", "interior")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """A mechanism that can do nothing but mix positions by a learnt table: the suite's refusals are tested on it."""
+
+    kind: Literal["table"] = "table"
+
+    def build(self) -> "Table":
+        return Table(12)
+
+
+class Table(Attention):
+    """softmax(table), whatever the inputs (random Synthesizer)."""
+
+    traits = Traits(
+        causal=None,
+        cross=False,
+        step=False,
+        normalised=True,
+        key_padding=False,
+        dropout=False,
+        needs=frozenset(),
+        max_length=12,
+    )
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(length, length, dtype=torch.float64))
+
+    def operator(self, q: Tensor, k: Tensor, mask: Mask) -> Operator:
+        self.check(q, k, mask)
+        return Weights(self.reference(q, k, mask))
+
+    def reference(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        length = k.shape[2]
+        return self.table[:length, :length].softmax(-1).to(q).expand(*q.shape[:2], length, length)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mechanism and the limits of its laws: where positions have a meaning, and where padding equals dropping.
+
+    equivariant: order means nothing. sides: where padding may stand. prefix: what a prefix reads is what it reads
+    within the whole. itself: every query reads at least itself.
+    """
+
+    name: str
+    spec: Any
+    equivariant: bool = False
+    sides: tuple[str, ...] = SIDES
+    prefix: bool = True
+    itself: bool = True
+
+    def build(self) -> Attention:
+        torch.manual_seed(0)
+        return self.spec.build().eval()
+
+    @property
+    def traits(self) -> Traits:
+        return self.build().traits
+
+
+CASES = (
+    Case("full", FullSpec(), equivariant=True),
+    Case("table", TableSpec()),
+)
+
+# Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.
+SUPPORT: dict[str, Callable[[Traits], bool]] = {
+    "no mask": lambda traits: True,
+    "causal": lambda traits: traits.causal is not None,
+    "padded keys": lambda traits: traits.key_padding,
+    "causal, padded keys": lambda traits: traits.causal is not None and traits.key_padding,
+    "pattern": lambda traits: traits.allowed,
+    "marked": lambda traits: traits.marked,
+    "marked, causal, padded keys": lambda traits: traits.marked and traits.causal is not None and traits.key_padding,
+    "all three": lambda traits: traits.allowed and traits.causal is not None and traits.key_padding,
+}
+
+
+def make_mask(name: str, n_queries: int, n_keys: int) -> Mask:
+    """For a batch of two: one row has padding on both sides, one in the middle; patterns have empty rows."""
+    keys = torch.ones(2, n_keys, dtype=torch.bool)
+    keys[0, 0] = keys[0, -1] = keys[1, n_keys // 2] = False
+    allowed = torch.rand(2, 2, n_queries, n_keys, generator=torch.Generator().manual_seed(5)) < 0.6
+    allowed[0, 0, n_queries // 2] = allowed[1, 1, 0] = False
+    marked = torch.zeros(2, n_keys, dtype=torch.bool)
+    marked[0, n_keys // 3] = marked[1, -1] = marked[1, 0] = True
+    return Mask(
+        marked=marked if "marked" in name else None,
+        causal="causal" in name or name == "all three",
+        keys=keys if "keys" in name or name == "all three" else None,
+        allowed=allowed if name in ("pattern", "all three") else None,
+    )
+
+
+def name_of(value: Any) -> str:
+    return value.name if isinstance(value, Case) else str(value)
+
+
+def those(claim: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [case for case in CASES if claim(case)], ids=name_of)
+
+
+each = those()
+each_mask = pytest.mark.parametrize(
+    ("case", "mask"),
+    [(case, name) for case in CASES for name, takes in SUPPORT.items() if takes(case.traits)],
+    ids=name_of,
+)
+
+
+def inputs(
+    n_queries: int = 7, n_keys: int | None = None, *, batch: int = 2, width: int = 4, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of two heads in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (n_queries, n_keys or n_queries, n_keys or n_queries)
+    q, k, v = (torch.randn(batch, 2, n, width, generator=generator, dtype=torch.float64) for n in lengths)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def gradients(out: Tensor, wrt: tuple[Tensor, ...], *, retain: bool = True) -> tuple[Tensor, ...]:
+    """Gradients of a random linear function of `out`; zero where there is no path."""
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    if not out.requires_grad:
+        return tuple(torch.zeros_like(x) for x in wrt)
+    return torch.autograd.grad(out, wrt, cotangent, retain_graph=retain, allow_unused=True, materialize_grads=True)
+
+
+def assert_equal(actual: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
