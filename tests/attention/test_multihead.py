@@ -1,10 +1,14 @@
 """Multi-head attention against `torch.nn.MultiheadAttention`, whose parameters it has."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.attention import FullSpec, Mask, MultiHeadAttention
+from conformance.mechanisms import Case, those
+from hasten.attention import FullAttention, FullSpec, Mask, MultiHeadAttention
 from hasten.errors import UserError
 
 D, H = 12, 3
@@ -155,3 +159,113 @@ def test_a_tensor_is_no_mask_and_a_class_no_mechanism():
         ours()(x, torch.ones(2, 4, dtype=torch.bool))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         MultiHeadAttention(D, H, FullSpec)  # type: ignore[arg-type]
+
+
+class Frugal(FullAttention):
+    """Full attention that may be told to need less: then what it reads is not projected."""
+
+    def __init__(self, **traits: Any):
+        super().__init__()
+        self.traits = dataclasses.replace(FullAttention.traits, **traits)
+
+
+# What is needed; whether one projection serves both; the rows of queries, keys and values; -1 is the input itself.
+NEEDS = [
+    ({"query", "key"}, False, (0, 1, 2)),
+    ({"query"}, False, (0, -1, 1)),
+    ({"key"}, False, (-1, 0, 1)),
+    (set(), False, (-1, -1, 0)),
+    ({"query", "key"}, True, (0, 0, 1)),
+]
+each_need = pytest.mark.parametrize(("needs", "shared", "rows"), NEEDS, ids=str)
+
+
+def frugal(needs: set[str], shared: bool, bias: bool = True) -> MultiHeadAttention:
+    torch.manual_seed(0)
+    mechanism = Frugal(needs=frozenset(needs), shared_qk=shared)
+    layer = MultiHeadAttention(D, H, mechanism, bias=bias).double().eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+def projected(layer: MultiHeadAttention, x: Tensor, row: int) -> Tensor:
+    """One block of d rows applied to x, cut into heads; x itself for -1."""
+    y = x
+    if row >= 0:
+        bias = 0.0 if layer.in_proj_bias is None else layer.in_proj_bias[row * D : (row + 1) * D]
+        y = x @ layer.in_proj_weight[row * D : (row + 1) * D].T + bias
+    return torch.stack(y.split(D // H, dim=2), dim=1)
+
+
+@each_need
+@pytest.mark.parametrize("bias", [True, False])
+def test_only_what_is_needed_has_parameters(needs: set[str], shared: bool, rows: tuple[int, ...], bias: bool):
+    layer, n = frugal(needs, shared, bias), 1 + max(rows)
+    assert layer.in_proj_weight.shape == (n * D, D)
+    assert sum(parameter.numel() for parameter in layer.parameters()) == (n + 1) * (D * D + bias * D)
+
+
+@each_need
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("way", ["self", "cross", "remembered", "steps"])
+def test_every_projection_is_where_it_belongs(
+    needs: set[str], shared: bool, rows: tuple[int, ...], bias: bool, way: str
+):
+    layer, (x, memory) = frugal(needs, shared, bias), sequences(4, 6)
+    keys = torch.tensor([[True] * 6, [True, False, True, True, False, False]])
+    source, mask, out = {
+        "self": lambda: (x, Mask(), layer(x)),
+        "cross": lambda: (memory, Mask(keys=keys), layer(x, Mask(keys=keys), memory)),
+        "remembered": lambda: (memory, Mask(keys=keys), layer.recall(x, layer.remember(memory, keys))),
+        "steps": lambda: (x, Mask(causal=True), layer.step(x, None)[0]),
+    }[way]()
+    q, k, v = (projected(layer, given, row) for given, row in zip((x, source, source), rows, strict=True))
+    mixed = FullAttention().reference(q, k, mask) @ v
+    assert_same(out, layer.out_proj(torch.cat(mixed.unbind(1), dim=2)), list({x, source}), layer, layer)
+
+
+def test_one_projection_for_queries_and_keys_equals_two_of_the_same_rows():
+    one, two = frugal({"query", "key"}, True), frugal({"query", "key"}, False)
+    shared, (x, memory) = one.state_dict(), sequences(4, 6)
+    twice = {name: torch.cat([p[:D], p]) if name.startswith("in_proj") else p for name, p in shared.items()}
+    two.load_state_dict(twice)
+    torch.testing.assert_close(one(x), two(x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(one(x, memory=memory), two(x, memory=memory), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("needs", [{"query"}, set()], ids=str)
+def test_fewer_projections_start_at_the_scale_of_three(needs: set[str]):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(64, 4, Frugal(needs=frozenset(needs)))
+    bound = (6 / (4 * 64)) ** 0.5
+    assert layer.in_proj_weight.abs().max() <= bound
+    assert layer.in_proj_weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_another_number_of_heads_than_the_mechanism_was_made_for_is_an_error():
+    assert MultiHeadAttention(D, H, Frugal(n_heads=H)).n_heads == H
+    with pytest.raises(UserError, match=r"Frugal .* 4 heads.* n_heads = 3"):
+        MultiHeadAttention(D, H, Frugal(n_heads=4))
+
+
+@those(lambda case: not (case.traits.external or case.traits.second_projections))
+def test_around_any_mechanism_every_projection_learns(case: Case):
+    attention, length = case.build(), case.traits.max_length or 7
+    layer = MultiHeadAttention(8, 2, attention).double()
+    x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layer(x).square().sum().backward()
+    n_projections = 1 + len(case.traits.needs) - case.traits.shared_qk
+    assert layer.in_proj_weight.grad is not None
+    assert layer.in_proj_weight.shape == (8 * n_projections, 8)
+    assert all(block.any() for block in layer.in_proj_weight.grad.split(8))
+
+
+@pytest.mark.usefixtures("unchecked")
+@each_need
+def test_it_compiles_into_one_graph(needs: set[str], shared: bool, rows: tuple[int, ...]):
+    layer, (x, memory) = frugal(needs, shared), sequences(4, 6)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    torch.testing.assert_close(compiled(x, memory=memory), layer(x, memory=memory))

@@ -1,5 +1,7 @@
 """Multi-head attention around any mechanism, with the parameters of `torch.nn.MultiheadAttention`."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +46,33 @@ class CrossState:
         return CrossState(self.keys.select(rows), self.values.select(rows), mask)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The blocks of `in_proj_weight` that an input passes, and which of the results are picked; -1: the input."""
+
+    first: int
+    last: int
+    picked: tuple[int, ...]
+
+
+def _rows(wanted: Sequence[str], projected: Sequence[str]) -> _Rows:
+    """The rows for the wanted roles, given the roles that have rows."""
+    places = [projected.index(role) if role in projected else -1 for role in wanted]
+    used = [place for place in places if place >= 0]
+    first, last = (min(used), max(used) + 1) if used else (0, 0)
+    return _Rows(first, last, tuple(place - first if place >= 0 else -1 for place in places))
+
+
 class MultiHeadAttention(nn.Module):
     """Projections around a mechanism: out = W_o concat_h(operator(q_h, k_h) v_h).
 
     The parameters, their names and shapes are those of `torch.nn.MultiheadAttention` (`in_proj_weight` (3 d, d) =
     queries, keys, values on rows; `in_proj_bias`; `out_proj`), so state dicts are exchanged unchanged.
+    A mechanism that reads no queries, no keys, or the same projection as both (`traits.needs`, `traits.shared_qk`) has
+    no rows for them: then `in_proj_weight` holds, in this order, queries, keys and values as far as each is projected.
+    As a query or key that is not projected the mechanism gets the input itself, cut into heads, for its shape.
     Inputs are batch first, (B, length, d_model); the mask says True = may attend.
+    Errors: `UserError` where heads do not divide the width or are not those the mechanism was made for.
     Source: Vaswani et al., 2017, section 3.2.2.
     """
 
@@ -59,11 +82,24 @@ class MultiHeadAttention(nn.Module):
             raise UserError(f"d_model {d_model} cannot be cut into {n_heads} heads; n_heads must divide d_model")
         if not isinstance(attention, Attention):
             raise TypeError(f"attention is {attention!r}; give an instance of a mechanism, for example FullAttention()")
+        traits = attention.traits
+        if traits.n_heads not in (None, n_heads):
+            raise UserError(
+                f"{type(attention).__name__} was made for {traits.n_heads} heads, the layer has n_heads = {n_heads}; "
+                "give both the same number"
+            )
         self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
-        self.in_proj_weight = Parameter(torch.empty(3 * d_model, d_model))
-        self.in_proj_bias = Parameter(torch.zeros(3 * d_model)) if bias else None
+        projected = [role for role in ("query", "key", "value") if role == "value" or role in traits.needs]
+        if traits.shared_qk:
+            projected = ["query", "value"]
+        key = "query" if traits.shared_qk else "key"
+        self._all = _rows(("query", key, "value"), projected)
+        self._query, self._memory = _rows(("query",), projected), _rows((key, "value"), projected)
+        self.in_proj_weight = Parameter(torch.empty(len(projected) * d_model, d_model))
+        self.in_proj_bias = Parameter(torch.zeros(len(projected) * d_model)) if bias else None
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)
-        nn.init.xavier_uniform_(self.in_proj_weight)
+        # Every projection starts as it would among all three.
+        nn.init.xavier_uniform_(self.in_proj_weight, gain=math.sqrt((len(projected) + 1) / 4))
         nn.init.xavier_uniform_(self.out_proj.weight)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
@@ -77,39 +113,41 @@ class MultiHeadAttention(nn.Module):
                 f"mask is a {type(mask).__name__}; give a Mask, for example Mask(keys=mask), True = may attend"
             )
         if memory is None:
-            q, k, v = self._project(x, 0, 3)
+            q, k, v = self._project(x, self._all)
         else:
-            (q,), (k, v) = self._project(x, 0, 1), self._project(memory, 1, 3)
+            (q,), (k, v) = self._project(x, self._query), self._project(memory, self._memory)
         return self._merge(self.attention.operator(q, k, mask).apply(v))
 
     def step(self, x: Float[Tensor, "B n D"], state: SelfState | None) -> tuple[Float[Tensor, "B n D"], SelfState]:
         """Causal self-attention of n new positions after `state` (None: the beginning)."""
-        q, k, v = self._project(x, 0, 3)
+        q, k, v = self._project(x, self._all)
         operator, keys = self.attention.step(q, k, state.keys if state else None)
         out, values = operator.apply(v, state.values if state else None)
         return self._merge(out), SelfState(keys, values)
 
     def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
         """Project a memory once, for many calls of `recall`; `mask` (B, S) is True on real keys."""
-        k, v = self._project(memory, 1, 3)
+        k, v = self._project(memory, self._memory)
         keys = padding(mask).keys
         return CrossState(Cache(silence(k, keys).contiguous()), Cache(silence(v, keys).contiguous()), keys)
 
     def recall(self, x: Float[Tensor, "B n D"], memory: CrossState) -> Float[Tensor, "B n D"]:
         """Attention from `x` over a remembered memory."""
-        (q,) = self._project(x, 0, 1)
+        (q,) = self._project(x, self._query)
         mask = Mask(keys=memory.mask, silent=True)
         return self._merge(self.attention.operator(q, memory.keys.past, mask).apply(memory.values.past))
 
-    def _project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
-        """Projections first..last of (queries, keys, values), each (B, H, length, d_head)."""
+    def _project(self, x: Tensor, rows: _Rows) -> tuple[Tensor, ...]:
+        """What is picked of the projections of x, and of x itself: each (B, H, length, d_head)."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
-        if (first, last) != (0, 3):
-            rows = slice(first * self.d_model, last * self.d_model)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+        if rows is not self._all:
+            part = slice(rows.first * self.d_model, rows.last * self.d_model)
+            weight, bias = weight[part], None if bias is None else bias[part]
         y = F.linear(x, weight, bias)
-        y = y.view(*x.shape[:2], last - first, self.n_heads, self.d_model // self.n_heads)
-        return y.permute(2, 0, 3, 1, 4).unbind(0)
+        batch, length, d_head = *x.shape[:2], self.d_model // self.n_heads
+        y = y.view(batch, length, rows.last - rows.first, self.n_heads, d_head).permute(2, 0, 3, 1, 4)
+        parts = (*y.unbind(0), x.view(batch, length, self.n_heads, d_head).transpose(1, 2))
+        return tuple(parts[i] for i in rows.picked)
 
     def _merge(self, out: Float[Tensor, "B H T d"]) -> Float[Tensor, "B T D"]:
         # A function, since a module call costs as much as the arithmetic of one decoding step.
