@@ -1,0 +1,25 @@
+"""Sparse attention by patterns: an algebra of shapes, and a compiler from it to work."""
+
+from hasten.attention.patterns.algebra import Causal, Everything, Pattern, Scene
+from hasten.attention.patterns.attention import PatternAttention, PatternOperator
+from hasten.attention.patterns.expression import parse
+from hasten.attention.patterns.random_blocks import RandomBlocks
+from hasten.attention.patterns.shapes import Blocks, External, Global, Local, Marked, Strided, Summary
+
+__all__ = [
+    "Blocks",
+    "Causal",
+    "Everything",
+    "External",
+    "Global",
+    "Local",
+    "Marked",
+    "Pattern",
+    "PatternAttention",
+    "PatternOperator",
+    "RandomBlocks",
+    "Scene",
+    "Strided",
+    "Summary",
+    "parse",
+]
