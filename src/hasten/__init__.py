@@ -3,16 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hasten.conversion import Conversion, convert
     from hasten.errors import UserError
     from hasten.translator import Candidate, Translator, load
 
 __version__: str
-__all__ = ["Candidate", "Translator", "UserError", "__version__", "load"]
+__all__ = ["Candidate", "Conversion", "Translator", "UserError", "__version__", "convert", "load"]
 
 _HOMES = {
     "Candidate": "hasten.translator",
+    "Conversion": "hasten.conversion",
     "Translator": "hasten.translator",
     "UserError": "hasten.errors",
+    "convert": "hasten.conversion",
     "load": "hasten.translator",
 }
 

@@ -1,0 +1,466 @@
+"""Conversion of models made of torch's own layers."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conversion_mechanisms import Band, BandSpec
+from torch import Tensor, nn
+
+import hasten
+from hasten.attention import FullSpec
+from hasten.attention.dropin import DropInAttention
+from hasten.errors import UserError
+
+D, H, B, T, S = 16, 4, 3, 6, 5
+
+
+def encoder(norm_first: bool = False, **options: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(D, H, 32, norm_first=norm_first, batch_first=True, **options)
+    return randomised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first and not options))
+
+
+def decoder() -> nn.TransformerDecoder:
+    return randomised(nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, 32, batch_first=True), 2))
+
+
+def whole() -> nn.Transformer:
+    return randomised(nn.Transformer(D, H, 2, 2, 32, batch_first=True))
+
+
+def randomised(module: nn.Module) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module
+
+
+def states(length: int = T, seed: int = 0) -> Tensor:
+    return torch.randn(B, length, D, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(length: int = T) -> Tensor:
+    """True = ignore: nothing, the last two, the last one."""
+    return torch.arange(length) >= torch.tensor([length, length - 2, length - 1])[:, None]
+
+
+def run(module: nn.Module, with_padding: bool, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Outputs where nothing is padded, and which those are."""
+    padding = padded() if with_padding else None
+    mask = nn.Transformer.generate_square_subsequent_mask(T) if causal else None
+    memory_padding = padded(S) if with_padding else None
+    if isinstance(module, nn.TransformerEncoder):
+        # torch deprecates masks of two types: the padding must be of the type of the other
+        out = module(states(), mask, None if padding is None else as_type_of(mask, padding))
+    elif isinstance(module, nn.TransformerDecoder):
+        out = module(states(), states(S, 1), mask, None, as_type_of(mask, padding), memory_padding)
+    else:
+        padding_of_source = {"src_key_padding_mask": memory_padding, "memory_key_padding_mask": memory_padding}
+        out = module(
+            states(S, 1), states(), tgt_mask=mask, tgt_key_padding_mask=as_type_of(mask, padding), **padding_of_source
+        )
+    real = ~padded() if with_padding else torch.ones(B, T, dtype=torch.bool)
+    return out[real], real
+
+
+def as_type_of(mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    if mask is None or padding is None:
+        return padding
+    return torch.zeros(padding.shape).masked_fill(padding, -torch.inf)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "encoder": encoder,
+    "encoder, norm first": lambda: encoder(norm_first=True),
+    "encoder, gelu, no bias": lambda: encoder(activation="gelu", bias=False),
+    "decoder": decoder,
+    "transformer": whole,
+}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+each_padding = pytest.mark.parametrize("with_padding", [False, True], ids=["whole", "padded"])
+
+
+@pytest.fixture(autouse=True)
+def no_dropout(monkeypatch: pytest.MonkeyPatch):
+    """Training without noise, so that it can be compared."""
+    monkeypatch.setattr(nn.functional, "dropout", lambda x, *_, **__: x)
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    for attention in (m for m in module.modules() if isinstance(m, nn.MultiheadAttention)):
+        attention.dropout = 0.0
+    return module
+
+
+@each_model
+@each_padding
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # the original's
+@pytest.mark.parametrize("mode", ["train", "eval", "eval, no gradients"])
+def test_with_full_attention_the_converted_model_is_the_original(make: Callable, with_padding: bool, mode: str):
+    original = without_dropout(make()).train(mode == "train")
+    converted = copy.deepcopy(original)
+    conversion = hasten.convert(converted, FullSpec())
+    assert not conversion.kept
+    for causal in (False, True):
+        with torch.set_grad_enabled(mode != "eval, no gradients"):
+            (expected, _), (out, _) = (run(module, with_padding, causal) for module in (original, converted))
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        if mode != "eval, no gradients":
+            expected = torch.autograd.grad(expected.square().sum(), list(original.parameters()))
+            gradients = torch.autograd.grad(out.square().sum(), list(converted.parameters()))
+            scale = max(g.abs().max() for g in expected)
+            torch.testing.assert_close(
+                [g / scale for g in gradients], [g / scale for g in expected], rtol=1e-5, atol=1e-6
+            )
+
+
+@each_model
+@each_padding
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference"])
+def test_the_new_attention_is_used_in_every_mode_and_without_warnings(make: Callable, with_padding: bool, mode: str):
+    """A band of width 1 is told apart from full attention, and every stand-in is called."""
+    model = without_dropout(make()).train(mode == "train")
+    full = copy.deepcopy(model)
+    hasten.convert(model, BandSpec()), hasten.convert(full, FullSpec())
+    called: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, DropInAttention):
+            module.attention.full.operator = counting(called, name, module.attention.full.operator)
+    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, torch.enable_grad)
+    with context():
+        out, _ = run(model, with_padding)
+        other, _ = run(full, with_padding)
+    assert (out - other).abs().max() > 1e-3
+    assert sorted(called) == sorted(name for name, m in model.named_modules() if isinstance(m, DropInAttention))
+
+
+def counting(called: dict[str, int], name: str, function: Callable) -> Callable:
+    def counted(*arguments: Any) -> Any:
+        called[name] = called.get(name, 0) + 1
+        return function(*arguments)
+
+    return counted
+
+
+def test_a_band_of_one_key_is_the_value_itself():
+    """By hand: a query that reads only itself gets its own projected value, in eval as well."""
+    torch.manual_seed(0)
+    holder = nn.ModuleDict({"attention": nn.MultiheadAttention(D, H, batch_first=True)}).eval()
+    hasten.convert(holder, BandSpec(width=0))
+    attention = holder["attention"]
+    x = states()
+    with torch.no_grad():
+        value = nn.functional.linear(x, attention.in_proj_weight[2 * D :], attention.in_proj_bias[2 * D :])
+        torch.testing.assert_close(attention(x, x, x)[0], attention.out_proj(value))
+
+
+def test_a_band_around_encoder_layers_confines_what_a_position_depends_on():
+    model = encoder().eval()
+    hasten.convert(model, BandSpec())
+    x, other = states(), states()
+    other[:, -1] += 1.0
+    with torch.no_grad():
+        same = torch.isclose(model(x), model(other)).all(-1).all(0)
+    assert same.tolist() == [True] * (T - 3) + [False] * 3
+
+
+def test_an_optimiser_made_before_trains_the_converted_model():
+    model = encoder()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: p for name, p in model.named_parameters()}
+    hasten.convert(model, FullSpec())
+    assert {name: p for name, p in model.named_parameters()}.keys() == before.keys()
+    assert all(p is before[name] for name, p in model.named_parameters())
+    first = model.layers[0].self_attn.in_proj_weight.detach().clone()
+    model(states()).square().sum().backward()
+    optimiser.step()
+    assert not torch.equal(first, model.layers[0].self_attn.in_proj_weight)
+
+
+def test_state_dicts_are_exchanged_with_the_original():
+    model, original = encoder(), encoder()
+    hasten.convert(model, FullSpec())
+    assert list(model.state_dict()) == list(original.state_dict())
+    model.load_state_dict(original.state_dict(), assign=True)
+    original.load_state_dict(model.state_dict())
+
+
+def test_restoring_puts_the_very_modules_back_with_what_they_learnt():
+    model = encoder().eval()
+    originals = [layer.self_attn for layer in model.layers]
+    conversion = hasten.convert(model, BandSpec())
+    other = encoder().state_dict()
+    model.load_state_dict({name: value + 0.1 for name, value in other.items()}, assign=True)
+    model.train()
+    conversion.restore()
+    assert [layer.self_attn for layer in model.layers] == originals
+    assert model.use_nested_tensor
+    assert all(module.training for module in model.modules())
+    expected = encoder()
+    expected.load_state_dict({name: value + 0.1 for name, value in other.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(states()), expected.eval()(states()))
+    conversion.restore()
+
+
+@pytest.mark.parametrize("first_back", [0, 1])
+def test_layers_get_different_mechanisms_and_are_restored_in_any_order(first_back: int):
+    model = encoder().eval()
+    conversions = [
+        hasten.convert(model, BandSpec(), where="layers.0.*"),
+        hasten.convert(model, FullSpec(), where="layers.1.*"),
+    ]
+    kinds = [type(layer.self_attn.attention).__name__ for layer in model.layers]
+    assert kinds == ["Band", "FullAttention"]
+    assert conversions[1].kept == (("layers.0.self_attn", "not chosen by where"),)
+    with torch.no_grad():
+        conversions[first_back].restore()
+        assert not model.use_nested_tensor
+        model(states(), src_key_padding_mask=padded())
+        conversions[1 - first_back].restore()
+    assert model.use_nested_tensor
+    assert all(isinstance(layer.self_attn, nn.MultiheadAttention) for layer in model.layers)
+
+
+def test_what_is_converted_already_is_kept_and_said():
+    model = encoder()
+    hasten.convert(model, BandSpec())
+    again = hasten.convert(model, FullSpec())
+    assert again.replaced == ()
+    assert {reason for _, reason in again.kept} == {"it is Band already; restore() that conversion first"}
+
+
+class Shared(nn.Module):
+    """One attention under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x, x, x)[0], x, x)[0]
+
+
+def test_a_module_under_two_names_stays_one():
+    model = Shared()
+    conversion = hasten.convert(model, FullSpec())
+    assert model.first is model.second
+    assert isinstance(model.first, DropInAttention)
+    assert conversion.replaced == ("first",)
+    conversion.restore()
+    assert model.first is model.second
+    assert isinstance(model.second, nn.MultiheadAttention)
+
+
+def without(**claims: Any) -> BandSpec:
+    return BandSpec(claims=claims)
+
+
+def test_cross_attention_is_kept_where_the_mechanism_is_for_one_sequence():
+    model = whole()
+    conversion = hasten.convert(model, without(cross=False))
+    names = [f"decoder.layers.{i}.multihead_attn" for i in (0, 1)]
+    assert [name for name, _ in conversion.kept] == names
+    assert all("cross-attention, which Band does not do (traits.cross)" in why for _, why in conversion.kept)
+    assert len(conversion.replaced) == 4
+    run(model, True, causal=True)
+
+
+def test_causal_attention_is_kept_where_the_mechanism_cannot_be_causal():
+    conversion = hasten.convert(whole(), without(causal=None))
+    assert [name for name, _ in conversion.kept] == [f"decoder.layers.{i}.self_attn" for i in (0, 1)]
+    assert {why for _, why in conversion.kept} == {"it is causal, which Band cannot be (traits.causal)"}
+
+
+def test_a_causal_mask_reaches_a_mechanism_that_takes_no_patterns():
+    """torch hands its causal mask over as a matrix of 0 and -inf."""
+    model = whole().eval()
+    hasten.convert(model, without(allowed=False))
+    run(model, True, causal=True)
+    with pytest.raises(UserError, match="Band takes no mask with a pattern"):
+        model(states(S), states(), tgt_mask=torch.eye(T, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ({"n_heads": 2}, "Band was made for 2 heads, here are 4"),
+        ({"shared_qk": True}, "one projection for queries and keys"),
+        ({"external": 2}, "learnt tokens before the sequence"),
+        ({"second_projections": True}, "second projections"),
+    ],
+)
+def test_what_a_mechanism_needs_beyond_the_model_is_a_reason_to_keep(claims: dict, reason: str):
+    model = encoder()
+    conversion = hasten.convert(model, without(**claims))
+    assert conversion.replaced == ()
+    assert len(conversion.kept) == 2
+    assert all(reason in why for _, why in conversion.kept)
+    assert all(isinstance(layer.self_attn, nn.MultiheadAttention) for layer in model.layers)
+
+
+def test_modules_that_cannot_be_replaced_are_kept_with_the_reason():
+    model = nn.ModuleDict(
+        {
+            "bias": nn.MultiheadAttention(D, H, add_bias_kv=True),
+            "zero": nn.MultiheadAttention(D, H, add_zero_attn=True),
+            "wide": nn.MultiheadAttention(D, H, kdim=3),
+            "good": nn.MultiheadAttention(D, H),
+        }
+    )
+    conversion = hasten.convert(model, FullSpec())
+    assert conversion.replaced == ("good",)
+    assert [name for name, _ in conversion.kept] == ["bias", "zero", "wide"]
+    assert "kdim 3" in dict(conversion.kept)["wide"]
+
+
+def test_dropout_is_that_of_the_replaced_module_unless_the_spec_says_otherwise():
+    for spec, expected in ((FullSpec(), 0.25), (FullSpec(dropout=0.5), 0.5)):
+        model = encoder(dropout=0.25)
+        hasten.convert(model, spec)
+        assert [layer.self_attn.attention.dropout for layer in model.layers] == [expected] * 2
+
+
+def test_what_changes_beside_the_mechanism_is_noted():
+    conversion = hasten.convert(encoder(dropout=0.25), BandSpec(claims={"dropout": False}, parameters=5))
+    texts = [text for _, text in conversion.notes]
+    assert texts[0] == "attention weights are no longer dropped in training (it was 0.25): Band cannot"
+    assert texts[1] == "adds 5 parameters of its own, not trained yet"
+    assert len(texts) == 4
+
+
+def test_a_mechanisms_parameters_are_the_models_and_of_its_precision():
+    model = encoder().double()
+    hasten.convert(model, BandSpec(parameters=3))
+    own = {name: p for name, p in model.named_parameters() if name.endswith("own")}
+    assert list(own) == ["layers.0.self_attn.attention.own", "layers.1.self_attn.attention.own"]
+    assert {p.dtype for p in own.values()} == {torch.float64}
+
+
+class Fails(BandSpec):
+    built = 0
+
+    def build(self) -> Band:
+        Fails.built += 1
+        if Fails.built == 2:
+            raise UserError("no second one")
+        return super().build()
+
+
+def test_nothing_changes_where_building_fails():
+    model = encoder()
+    before = list(model.modules())
+    with pytest.raises(UserError, match="no second one"):
+        hasten.convert(model, Fails())
+    assert list(model.modules()) == before
+    assert model.use_nested_tensor
+
+
+def test_nothing_changes_where_putting_in_fails(monkeypatch: pytest.MonkeyPatch):
+    model = encoder()
+    before = list(model.modules())
+    monkeypatch.setattr("hasten.conversion.modules._keep_padded", lambda encoder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hasten.convert(model, FullSpec())
+    assert list(model.modules()) == before
+
+
+@pytest.mark.parametrize(
+    ("where", "replaced"),
+    [
+        ("encoder.layers.*.self_attn", ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
+        (["decoder.layers.0.*", "encoder.layers.1.self_attn"], None),
+        (lambda name, module: "decoder" in name and "multihead" in name, None),
+        ("*", None),
+    ],
+)
+def test_where_says_which(where: Any, replaced: list[str] | None):
+    model = whole()
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    conversion = hasten.convert(model, FullSpec(), where=where)
+    converted = [name for name, m in model.named_modules() if isinstance(m, DropInAttention)]
+    assert sorted(conversion.replaced) == sorted(converted)
+    assert sorted([*conversion.replaced, *(name for name, _ in conversion.kept)]) == sorted(names)
+    if replaced is not None:
+        assert converted == replaced
+    else:
+        assert len(converted) == {list: 3, str: 6}.get(type(where), 2)
+
+
+def test_where_that_matches_nothing_names_what_is_close():
+    model = whole()
+    with pytest.raises(
+        UserError,
+        match=r"'encoder.layers.\*.self_atn' matches no .* close: encoder.layers.1.self_attn, encoder.layers.0",
+    ):
+        hasten.convert(model, FullSpec(), where=["decoder.*", "encoder.layers.*.self_atn"])
+    with pytest.raises(UserError, match="where chose none of the attention modules encoder"):
+        hasten.convert(model, FullSpec(), where=lambda name, module: False)
+    with pytest.raises(UserError, match="empty list"):
+        hasten.convert(model, FullSpec(), where=[])
+    with pytest.raises(UserError, match="where holds 3"):
+        hasten.convert(model, FullSpec(), where=[3])
+    assert not any(isinstance(module, DropInAttention) for module in model.modules())
+
+
+class OddAttention(nn.Module):
+    pass
+
+
+def test_a_model_without_attention_is_an_error_that_says_what_was_looked_for():
+    with pytest.raises(UserError, match=r"no attention in Sequential; it looks for torch.nn.MultiheadAttention"):
+        hasten.convert(nn.Sequential(nn.Linear(2, 2)), FullSpec())
+    with pytest.raises(UserError, match="of OddAttention it does not know the inside"):
+        hasten.convert(nn.Sequential(OddAttention()), FullSpec())
+
+
+def test_a_module_that_is_the_model_itself_cannot_be_swapped_in_place():
+    conversion = hasten.convert(nn.MultiheadAttention(D, H), FullSpec())
+    assert "make a DropInAttention of it" in conversion.kept[0][1]
+
+
+@pytest.mark.parametrize("spec", [FullSpec, "full", None, FullSpec().build()])
+def test_what_is_no_spec_is_an_error(spec: Any):
+    with pytest.raises(UserError, match="is no attention spec"):
+        hasten.convert(encoder(), spec)
+
+
+def test_what_is_no_module_is_an_error():
+    with pytest.raises(UserError, match="got dict; give a torch.nn.Module"):
+        hasten.convert({}, FullSpec())  # pyright: ignore[reportArgumentType]
+
+
+def test_the_report_is_readable():
+    model = whole()
+    conversion = hasten.convert(model, without(cross=False, dropout=False))
+    assert str(conversion).splitlines() == [
+        "replaced by Band: 4",
+        "  encoder.layers.0-1.self_attn",
+        "  decoder.layers.0-1.self_attn",
+        "kept: 2",
+        "  decoder.layers.0-1.multihead_attn: it is cross-attention, which Band does not do (traits.cross)",
+        "to know",
+        "  encoder.layers.0-1.self_attn: attention weights are no longer dropped in training (it was 0.1): Band cannot",
+        "  decoder.layers.0-1.self_attn: attention weights are no longer dropped in training (it was 0.1): Band cannot",
+    ]
+
+
+def test_ranges_of_layers_leave_out_what_is_not_there():
+    from hasten.conversion.report import merge
+
+    assert merge(["a.0.b", "a.1.b", "a.3.b", "c", "a.10.b", "x1.q", "0"]) == ["a.0-1,3,10.b", "c", "x1.q", "0"]
+
+
+def test_neither_import_nor_conversion_of_torchs_layers_loads_transformers():
+    code = (
+        "import sys, torch, hasten\nfrom hasten.attention import FullSpec\n"
+        "hasten.convert(torch.nn.TransformerEncoderLayer(8, 2), FullSpec())\n"
+        "print('transformers' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown == "False\n"
