@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from hasten.attention import Attention, FullSpec, Mask, Operator, Traits
 from hasten.attention.base import Weights
+from hasten.attention.lsh import LSHSpec
+from hasten.attention.synthesizer import SynthesizerSpec
 
 SIDES = ("right", "left", "interior")
 
@@ -60,7 +62,7 @@ class Case:
     """A mechanism and the limits of its laws: where positions have a meaning, and where padding equals dropping.
 
     equivariant: order means nothing. sides: where padding may stand. prefix: what a prefix reads is what it reads
-    within the whole. itself: every query reads at least itself.
+    within the whole. itself: every query reads at least itself. width: of the heads, where it is made for one only.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Case:
     sides: tuple[str, ...] = SIDES
     prefix: bool = True
     itself: bool = True
+    width: int | None = None
 
     def build(self) -> Attention:
         torch.manual_seed(0)
@@ -82,6 +85,33 @@ class Case:
 CASES = (
     Case("full", FullSpec(), equivariant=True),
     Case("table", TableSpec()),
+    # A token reads itself only where nobody else may be read.
+    Case("lsh", LSHSpec(chunk=2, buckets=4), itself=False),
+    Case("lsh, one round", LSHSpec(chunk=1, rounds=1, buckets=4, seed=1), itself=False),
+    Case("lsh, across buckets", LSHSpec(chunk=2, rounds=2, buckets=4, attend_across_buckets=True), itself=False),
+    Case("lsh, one bucket", LSHSpec(chunk=3, rounds=2, buckets=1), itself=False),
+    Case("lsh, shorter than a chunk", LSHSpec(), itself=False),
+    Case("lsh, strict", LSHSpec(chunk=3, rounds=3, buckets=2, strict=True), itself=False),
+    Case("lsh, strict, many buckets", LSHSpec(chunk=2, rounds=2, buckets=72, strict=True), itself=False),
+    Case("lsh, strict, itself", LSHSpec(chunk=1, buckets=2, strict=True)),
+    *(
+        # Places are counted in the tensor, so padding may only stand where it moves none.
+        Case(
+            f"synthesizer {' + '.join(parts)}{', frozen' * frozen}",
+            SynthesizerSpec(parts=parts, max_length=12, n_heads=2, d_head=4, factor=5, rank=3, frozen=frozen),
+            sides=("right",),
+            width=4,
+        )
+        for parts, frozen in (
+            (("dense",), False),
+            (("factorised_dense",), False),
+            (("random",), False),
+            (("random",), True),
+            (("factorised_random",), False),
+            (("factorised_random", "dot_product"), False),
+            (("dense", "factorised_dense", "random", "dot_product"), True),
+        )
+    ),
 )
 
 # Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.

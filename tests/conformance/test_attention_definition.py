@@ -70,7 +70,7 @@ def test_gradients_are_those_of_finite_differences(case: Case, mask: str):
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.operator(q, k, given).apply(v)
 
-    assert torch.autograd.gradcheck(mixed, inputs(width=2), fast_mode=True)
+    assert torch.autograd.gradcheck(mixed, inputs(width=case.width or 2), fast_mode=True)
 
 
 @each
