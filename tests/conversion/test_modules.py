@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion_mechanisms import Band, BandSpec
 from torch import Tensor, nn
 
 import hasten
+from conversion_mechanisms import Band, BandSpec
 from hasten.attention import FullSpec
 from hasten.attention.dropin import DropInAttention
 from hasten.errors import UserError
@@ -431,7 +431,7 @@ def test_what_is_no_spec_is_an_error(spec: Any):
 
 
 def test_what_is_no_module_is_an_error():
-    with pytest.raises(UserError, match="got dict; give a torch.nn.Module"):
+    with pytest.raises(UserError, match=r"got dict; give a torch\.nn\.Module"):
         hasten.convert({}, FullSpec())  # pyright: ignore[reportArgumentType]
 
 

@@ -35,7 +35,7 @@ def find(root: nn.Module) -> list[Site]:
     return [
         _site(root, name, module, next((models[at] for at in _upwards(name) if at in models), None))
         for name, module in modules.items()
-        if _calls_the_interface(type(module))
+        if name not in models and _calls_the_interface(type(module))
     ]
 
 
