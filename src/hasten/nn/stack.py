@@ -25,7 +25,7 @@ def build(
     specs: Sequence[AttentionSpec], n_layers: int, name: str, able: Callable[[Traits], bool], need: str
 ) -> list[Attention]:
     """One mechanism for each layer; `UserError` naming the layer whose mechanism's traits are not `able`."""
-    specs = per_layer(specs, n_layers, name)
+    specs = [spec.at_layer(i) for i, spec in enumerate(per_layer(specs, n_layers, name))]
     attentions: list[Attention] = [spec.build() for spec in specs]
     for i, (spec, attention) in enumerate(zip(specs, attentions, strict=True)):
         if not able(attention.traits):

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+from collections.abc import Callable
 from functools import lru_cache
 
 from hasten.attention.patterns.algebra import Causal, Everything, Pattern
@@ -9,7 +10,7 @@ from hasten.attention.patterns.random_blocks import RandomBlocks
 from hasten.attention.patterns.shapes import Blocks, External, Global, Local, Marked, Strided, Summary
 from hasten.errors import UserError
 
-SHAPES: tuple[type[Pattern], ...] = (
+SHAPES: tuple[Callable[..., Pattern], ...] = (
     Local,
     Blocks,
     Strided,
@@ -71,7 +72,7 @@ def _shape(node: ast.Call, name: str, text: str) -> Pattern:
         raise UserError(f"pattern {text!r}: {error}") from error
 
 
-def _value(node: ast.expr, name: str, text: str) -> int | bool:
+def _value(node: ast.expr, name: str, text: str) -> int:
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError) as error:

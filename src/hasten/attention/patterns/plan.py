@@ -229,6 +229,10 @@ class _Drawing:
                 part = (int(at[0]), int(at[1]))
             if part[0] < part[1]:
                 parts.append((pick, part))
+        # Where nearly all keys are read, it is cheaper to read all in place than to collect them.
+        width = sum(b - a for a, b in (*cover.ranges, *(part for _, part in parts)))
+        if parts and 4 * width >= 3 * self.group.keys:
+            cover, parts = Cover(clipped(((0, self.scene.length),), self.group.keys)), []
         key = self._alike(low, high, cover, tuple((pick.name, part) for pick, part in parts))
         if key is None or key not in self.masks:
             at = torch.arange(low, high, device=self.device)[:, None]

@@ -121,8 +121,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)
         for part in parts(q, k, call):
-            sheets = (part.take(q, queries=True), part.take(k, queries=False), part.take(v, queries=False))
-            own, own_norm = attend(part.plan, *(x.to(wide) for x in sheets), call.dropping)
+            own_q, own_k, own_v = (part.take(x, queries=n == 0).to(wide) for n, x in enumerate((q, k, v)))
+            own, own_norm = attend(part.plan, own_q, own_k, own_v, call.dropping)
             part.put(own, out, queries=True)
             if own_norm is not None:
                 norm = own_norm.new_zeros(*q.shape[:3], 1) if norm is None else norm
@@ -140,13 +140,12 @@ def backward(
         wide = torch.promote_types(q.dtype, torch.float32)
         mean = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         for part in parts(q, k, call):
-            sheets = tuple(part.take(x, queries=n == 0).to(wide) for n, x in enumerate(qkv))
-            own = [part.take(x.to(wide), queries=True) for x in (grad, mean, norm)]
-            merged = own[2] if part.plan.merge else None
-            for n, (made, whole) in enumerate(
-                zip(attend_backward(part.plan, sheets, own[0], own[1], merged, call.dropping), grads, strict=True)
-            ):
-                part.put(made, whole, queries=n == 0)
+            own_q, own_k, own_v = (part.take(x, queries=n == 0).to(wide) for n, x in enumerate(qkv))
+            own_grad, own_mean, own_norm = (part.take(x.to(wide), queries=True) for x in (grad, mean, norm))
+            merged = own_norm if part.plan.merge else None
+            made = attend_backward(part.plan, (own_q, own_k, own_v), own_grad, own_mean, merged, call.dropping)
+            for n, (own, whole) in enumerate(zip(made, grads, strict=True)):
+                part.put(own, whole, queries=n == 0)
     return grads
 
 
@@ -159,7 +158,7 @@ class _Run(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # type: ignore[override]
         q, k, v, out, norm = ctx.saved_tensors
         return *backward((q, k, v), out, norm, grad, ctx.call), None
 

@@ -1,0 +1,47 @@
+"""The mechanisms a configuration can choose from."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, TypeAlias, Union, get_args
+
+from pydantic import Field
+
+from hasten.attention.full import FullSpec
+from hasten.attention.heads import HeadsAttention
+from hasten.attention.patterns.sparse_transformer import SparseTransformerSpec
+from hasten.attention.patterns.specs import BigBirdSpec, BlocksSpec, LocalSpec, PatternSpec
+from hasten.fields import PositiveInt, Spec
+
+_Mechanisms: TypeAlias = FullSpec | PatternSpec | LocalSpec | BlocksSpec | SparseTransformerSpec | BigBirdSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadGroup(Spec):
+    """Some heads and their mechanism."""
+
+    heads: PositiveInt
+    """How many heads."""
+    attention: Annotated[_Mechanisms, Field(discriminator="kind")]
+    """Their mechanism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsSpec(Spec):
+    """Different heads, different mechanisms; all heads of the layer must be given one."""
+
+    kind: Literal["heads"] = "heads"
+    """The mechanism's name."""
+    groups: tuple[HeadGroup, ...]
+    """Groups of heads, for example [{ heads = 2, attention = { kind = "local" } }, ...]."""
+
+    def at_layer(self, layer: int) -> "HeadsSpec":
+        """The spec of a layer of a stack, counted from 0."""
+        return replace(self, groups=tuple(replace(g, attention=g.attention.at_layer(layer)) for g in self.groups))
+
+    def build(self) -> HeadsAttention:
+        """The mechanism this spec describes."""
+        return HeadsAttention([(group.heads, group.attention.build()) for group in self.groups])
+
+
+AttentionSpec: TypeAlias = Annotated[Union[_Mechanisms, HeadsSpec], Field(discriminator="kind")]  # noqa: UP007
+ATTENTIONS: tuple[type[Spec], ...] = get_args(get_args(AttentionSpec)[0])
+"""The spec of every mechanism."""
