@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.bench_attention import attention
 from hasten.cli.files import write_text
 from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
@@ -18,6 +19,9 @@ app = typer.Typer(help="Measure speed and quality on this machine.", no_args_is_
 @app.callback()
 def _group() -> None:
     """Measure speed and quality on this machine."""
+
+
+app.command("attention", short_help="Time and memory of attention mechanisms against length.")(attention)
 
 
 @app.command(short_help="Latency, throughput and quality of decoders, side by side.")
@@ -53,8 +57,8 @@ def decode(
     contestants, counts = parse_all(models), _threads(threads)
     name, sources, references = _sentences(data, split, sentences)
     if out is not None:
-        _create(out)
-    _warn_if_busy()
+        create(out)
+    warn_if_busy()
     with tempfile.TemporaryDirectory() as exports:
         ready = _export_peers(contestants, peers, Path(exports))
         plan = bench.Plan(ready, sources, references, name, counts, repeats)
@@ -99,14 +103,16 @@ def _sentences(data: Path, split: str, wanted: int) -> tuple[str, list[str], lis
     return name, [source for source, _ in chosen], [target for _, target in chosen]
 
 
-def _create(out: Path) -> None:
+def create(out: Path) -> None:
+    """The directory for results."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot create {out}: {error.strerror}") from error
 
 
-def _warn_if_busy() -> None:
+def warn_if_busy() -> None:
+    """Say on stderr that others use this machine."""
     from hasten.bench.machine import machine
 
     state: dict[str, Any] = machine()
