@@ -116,8 +116,9 @@ class Synthesizer(Attention):
         with torch.autocast(q.device.type, enabled=False):
             inputs = q.to(wide), silence(k, unread).to(wide)
             scores = self.mixture([part(*inputs) for part in self.parts])
-        weights = _softmax(scores, mask.dense(q.shape[2], k.shape[2], q.device)).to(q.dtype)
-        return SynthesizerOperator(weights, q.shape[0], unread, self.dropout if self.training else 0.0)
+        scores, empty = _masked(scores, mask.dense(q.shape[2], k.shape[2], q.device))
+        weights = scores.softmax(-1).to(q.dtype)
+        return SynthesizerOperator(weights, q.shape[0], empty, unread, self.dropout if self.training else 0.0)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition, one query at a time."""
@@ -149,10 +150,12 @@ class Synthesizer(Attention):
 
 
 class SynthesizerOperator(Operator):
-    """Weights (B, H, T, S), or (1, H, T, S) where one matrix a head serves the whole batch."""
+    """Weights (B, H, T, S), or (1, H, T, S) where one matrix a head serves the whole batch; empty rows are zeroed."""
 
-    def __init__(self, weights: Tensor, batch: int, unread: Bool[Tensor, "B S"] | None, dropout: float):
-        self.weights, self.batch, self.unread, self.dropout = weights, batch, unread, dropout
+    def __init__(
+        self, weights: Tensor, batch: int, empty: Tensor | None, unread: Bool[Tensor, "B S"] | None, dropout: float
+    ):
+        self.weights, self.batch, self.empty, self.unread, self.dropout = weights, batch, empty, unread, dropout
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
         """Weights times values."""
@@ -160,11 +163,11 @@ class SynthesizerOperator(Operator):
         if self.dropout:
             weights = F.dropout(self._whole(weights), self.dropout)
         # A matrix for the whole batch meets the values of all sequences in one product.
-        return torch.einsum("bhts,bhsd->bhtd", weights, v)
+        return self._zeroed(torch.einsum("bhts,bhsd->bhtd", weights, v))
 
     def dense(self) -> Float[Tensor, "B H T S"]:
         """The weights; without dropout."""
-        return self._whole(self.weights)
+        return self._zeroed(self._whole(self.weights))
 
     def materialised(self) -> Weights:
         """The weights, without dropout; padded values stay unread."""
@@ -172,6 +175,9 @@ class SynthesizerOperator(Operator):
 
     def _whole(self, weights: Tensor) -> Tensor:
         return weights.expand(self.batch, *weights.shape[1:])
+
+    def _zeroed(self, rows: Tensor) -> Tensor:
+        return rows if self.empty is None else rows.masked_fill(self.empty, 0.0)
 
 
 class SynthesizerStep(StepOperator):
@@ -187,13 +193,12 @@ class SynthesizerStep(StepOperator):
         return self.rows.apply(values.past), values
 
 
-def _softmax(scores: Tensor, allowed: Bool[Tensor, "#B #H T S"] | None) -> Tensor:
-    """softmax over the allowed keys; rows without one are 0."""
+def _masked(scores: Tensor, allowed: Bool[Tensor, "#B #H T S"] | None) -> tuple[Tensor, Tensor | None]:
+    """Scores of -inf where reading is not allowed, and the rows (.., T, 1) where nothing is: these stay open."""
     if allowed is None:
-        return scores.softmax(-1)
+        return scores, None
     empty = ~allowed.any(-1, keepdim=True)
-    weights = torch.where(allowed | empty, scores, -torch.inf).softmax(-1)
-    return torch.where(allowed, weights, 0.0)
+    return torch.where(allowed | empty, scores, -torch.inf), empty
 
 
 class Alone(nn.Module):
@@ -251,8 +256,9 @@ class Network(nn.Module):
 
     def forward(self, q: Tensor, n_outputs: int) -> Tensor:
         """The first outputs."""
-        weight, bias = self.weight[:, :n_outputs].to(q), self.bias[:, None, :n_outputs].to(q)
-        return torch.einsum("bhtd,hsd->bhts", q.relu(), weight) + bias
+        # A hidden unit that is always 1 carries the bias: adding it to T x S scores costs as much as the product.
+        weight = torch.cat((self.weight[:, :n_outputs], self.bias[:, :n_outputs, None]), dim=2).to(q)
+        return F.pad(q.relu(), (0, 1), value=1.0) @ weight.transpose(1, 2)
 
     def row(self, q: Tensor, head: int) -> Tensor:
         """All outputs for one query of one head."""
