@@ -207,7 +207,7 @@ def _row(entry: Entry, length: int, plan: Plan) -> Row:
     for what in PASSES:
         turns = entry.turns.get(what) or []
         known = [mib for n, _, mib in entry.costs[what] if n == length]
-        peaks[what] = round(known[0], 3) if known else None
+        peaks[what] = round(known[0], 6) if known else None
         calls = [1e3 * seconds for turn in turns for seconds in turn]
         medians = [1e3 * statistics.median(turn) for turn in turns]
         times[what] = None

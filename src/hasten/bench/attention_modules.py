@@ -3,7 +3,6 @@
 Run inside `attention_worker.py`, which says what its functions mean.
 """
 
-import json
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def build(name: str, sizes: Sizes) -> nn.Module:
 def facts(name: str) -> dict[str, Any]:
     """Kind and settings."""
     spec = mechanism(name)
-    return {"kind": spec.kind, "setting": json.loads(json.dumps(settings(spec), default=str))}
+    return {"kind": spec.kind, "setting": settings(spec)}
 
 
 def names() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -37,7 +37,7 @@ def mechanism(text: str) -> AttentionSpec:
     Raises `UserError` with the text, what is wrong and what is allowed.
     """
     kind, given = (_PATTERN, {_PATTERN: text}) if text[:1].isupper() else _kind_and_settings(text)
-    kinds = {kind_of(spec): spec for spec in ATTENTIONS}
+    kinds: dict[str, Any] = {kind_of(spec): spec for spec in ATTENTIONS}
     if kind not in kinds:
         close = difflib.get_close_matches(kind, kinds, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -71,7 +71,7 @@ def _kind_and_settings(text: str) -> tuple[str, dict[str, Any]]:
 
 def settings(spec: AttentionSpec) -> dict[str, Any]:
     """Every setting of a mechanism but its kind, for a row of results."""
-    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "kind"}
+    return {name: value for name, value in asdict(spec).items() if name != "kind"}
 
 
 def split(text: str) -> list[str]:

@@ -82,7 +82,7 @@ def _lengths(text: str) -> tuple[int, ...]:
         number = part.strip()
         # isdecimal alone would let digits of other scripts through
         if not (number.isascii() and number.isdecimal() and len(number) < 10 and 1 <= int(number) <= _LONGEST):
-            raise UserError(f"--lengths: {number!r} is not in 1 to {_LONGEST}; write for example 256,1024,4096")
+            raise UserError(f"--lengths: {number[:20]!r} is not in 1 to {_LONGEST}; write for example 256,1024,4096")
         found.add(int(number))
     return tuple(sorted(found))
 
