@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from hasten.attention import Attention, FullSpec, Mask, Operator, Traits
 from hasten.attention.base import Weights
+from hasten.attention.compressed import CompressedSpec
+from hasten.attention.linformer import LinformerSpec
 from hasten.attention.lsh import LSHSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 
@@ -112,6 +114,16 @@ CASES = (
             (("dense", "factorised_dense", "random", "dot_product"), True),
         )
     ),
+    # Causally a group is read when it is complete; alone, a prefix also reads its last, incomplete group.
+    Case("compressed", CompressedSpec(), prefix=False, itself=False),
+    Case("compressed, averaged", CompressedSpec(values="average", stride=2, kernel=3), prefix=False, itself=False),
+    Case("compressed and local", CompressedSpec(values="average", local=4)),
+    Case("compressed and local, overlapping", CompressedSpec(stride=2, kernel=4, local=3)),
+    Case("linformer", LinformerSpec(max_length=12, rank=4)),
+    Case("linformer, by head", LinformerSpec(max_length=12, rank=5, sharing="none", n_heads=2)),
+    Case("linformer, layerwise", LinformerSpec(max_length=12, rank=1, sharing="layerwise")),
+    Case("linformer, means", LinformerSpec(max_length=12, rank=5, projection="mean")),
+    Case("linformer, convolutions", LinformerSpec(max_length=13, rank=4, projection="convolution")),
 )
 
 # Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.
