@@ -121,7 +121,7 @@ CASES = (
     Case("compressed and local, overlapping", CompressedSpec(stride=2, kernel=4, local=3)),
     Case("linformer", LinformerSpec(max_length=12, rank=4)),
     Case("linformer, by head", LinformerSpec(max_length=12, rank=5, sharing="none", n_heads=2)),
-    Case("linformer, layerwise", LinformerSpec(max_length=12, rank=1, sharing="layerwise")),
+    Case("linformer, layerwise", LinformerSpec(max_length=12, rank=12, sharing="layerwise")),
     Case("linformer, means", LinformerSpec(max_length=12, rank=5, projection="mean")),
     Case("linformer, convolutions", LinformerSpec(max_length=13, rank=4, projection="convolution")),
 )
