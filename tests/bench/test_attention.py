@@ -230,7 +230,7 @@ class OffSpec:
         ("output", "the output at N=1 is off by"),
         ("NaN", "the output at N=1 is off by nan"),
         ("gradient", "the gradient of q at N=33 is off by"),
-        ("beyond 256", "the output at N=300 is off by"),
+        ("beyond 256", "the output at N=600 is off by"),
         ("single", "(float32)"),
     ],
 )

@@ -14,7 +14,7 @@ from hasten.errors import UserError
 
 REFUSALS = (UserError,)
 # Lengths of the parity check: short ones with gradients; and one beyond the windows and blocks in use.
-_SHORT, _LONG = (1, 33), 300
+_SHORT, _LONG = (1, 33), 600
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
 Sizes = dict[str, Any]
 

@@ -43,7 +43,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     caption = (
         f"{'causal' if first['causal'] else 'not causal'} · {first['level']} · batch {first['batch']} · "
         f"{first['heads']} heads of {first['width']} · {first['threads']} thread{'s' * (first['threads'] > 1)} · "
-        f"{first['cpu']}, {first['cores']} cores · dashed: peers"
+        f"{first['cpu']}, {first['cores']} cores{' · dashed: peers' * any(row['engine'] == 'peer' for row in rows)}"
     )
     figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, color="#666666")
     figure.canvas.draw()  # settles limits and layout, which the places of labels depend on
