@@ -1,5 +1,7 @@
 """Attention over a pattern: each query reads the keys the pattern allows, in time and memory of what is allowed."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -50,6 +52,8 @@ class PatternAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "PatternOperator":
         """The softmax map over the pattern's tiles; weights are never formed unless asked for."""
         self.check(q, k, mask)
+        if self.traits.marked and mask.marked is None:
+            mask = replace(mask, marked=torch.zeros(len(k), k.shape[2], dtype=torch.bool, device=k.device))
         k = silence(k, None if mask.silent else mask.keys)
         share = self.dropout if self.training else 0.0
         return PatternOperator(q, k, mask, self._pattern(mask.causal), self.seed, self.rows or 0, share)
