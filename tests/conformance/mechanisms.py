@@ -12,10 +12,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.attention import Attention, FullSpec, Mask, Operator, Traits
+from hasten.attention import (
+    Attention,
+    BigBirdSpec,
+    BlocksSpec,
+    FullSpec,
+    HeadGroup,
+    HeadsSpec,
+    LocalSpec,
+    LongformerSpec,
+    Mask,
+    Operator,
+    PatternAttention,
+    PatternSpec,
+    SparseTransformerSpec,
+    Traits,
+)
 from hasten.attention.base import Weights
 from hasten.attention.compressed import CompressedSpec
 from hasten.attention.linformer import LinformerSpec
+from hasten.attention.patterns import parse
 from hasten.attention.lsh import LSHSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 
@@ -84,18 +100,59 @@ class Case:
         return self.build().traits
 
 
+@dataclass(frozen=True, kw_only=True)
+class TiledSpec(PatternSpec):
+    """A pattern computed in very small tiles, so that short sequences have several."""
+
+    def build(self) -> PatternAttention:
+        return PatternAttention(parse(self.pattern), dropout=self.dropout, seed=self.seed, rows=3)
+
+
+def pattern(text: str, *, prefix: bool = True, itself: bool = True) -> Case:
+    return Case(text, TiledSpec(pattern=text), prefix=prefix, itself=itself)
+
+
 CASES = (
     Case("full", FullSpec(), equivariant=True),
     Case("table", TableSpec()),
+    pattern("Local(2, 1)"),
+    pattern("Local(1, dilation=2)"),
+    pattern("Blocks(3, back=1)"),
+    pattern("Strided(3)"),
+    pattern("Local(1) | Strided(3)"),
+    pattern("Blocks(4) | Summary(4, 1)"),
+    pattern("Summary(3, 2)", itself=False),
+    pattern("Local(1) | Global(first=2)"),
+    pattern("Local(1) | Global(first=1, last=2)"),
+    pattern("Local(1) | Global(first=1, rows=False)"),
+    pattern("Global(first=2, rows=False)", itself=False),
+    pattern("Local(1) | Marked()"),
+    pattern("Local(0) | RandomBlocks(1, block=2)", prefix=False),
+    pattern("External(2) | Local(1)"),
+    pattern("(Local(2) | Strided(2)) & Blocks(5, back=1, ahead=1)"),
+    pattern("Everything()"),
+    Case("pattern", PatternSpec(pattern="Local(2) | Global(first=1)")),
+    Case("local", LocalSpec(left=2)),
+    Case("blocks", BlocksSpec(block=3)),
+    Case("sparse transformer", SparseTransformerSpec(stride=3)),
+    Case("sparse transformer, fixed", SparseTransformerSpec(pattern="fixed", stride=3, summary=1, combine="layers")),
+    Case("sparse transformer, heads", SparseTransformerSpec(stride=2, combine="heads", n_heads=2)),
+    Case("longformer", LongformerSpec(window=1, first=2)),
+    Case("longformer, marked", LongformerSpec(window=1, marked=True)),
+    Case("longformer, dilated, one set", LongformerSpec(window=1, dilation=2, marked=True, second_projections=False)),
+    Case("bigbird", BigBirdSpec(block=2, random=1)),
+    Case("bigbird, external", BigBirdSpec(block=2, random=1, external=2)),
+    Case("bigbird, causal", BigBirdSpec(block=2, random=1, last=False), prefix=False),
+    Case(
+        "heads",
+        HeadsSpec(groups=(HeadGroup(heads=1, attention=LocalSpec(left=1)), HeadGroup(heads=1, attention=FullSpec()))),
+    ),
     # A token reads itself only where nobody else may be read.
     Case("lsh", LSHSpec(chunk=2, buckets=4), itself=False),
-    Case("lsh, one round", LSHSpec(chunk=1, rounds=1, buckets=4, seed=1), itself=False),
     Case("lsh, across buckets", LSHSpec(chunk=2, rounds=2, buckets=4, attend_across_buckets=True), itself=False),
-    Case("lsh, one bucket", LSHSpec(chunk=3, rounds=2, buckets=1), itself=False),
-    Case("lsh, shorter than a chunk", LSHSpec(), itself=False),
+    Case("lsh, shorter than a chunk", LSHSpec(rounds=2), itself=False),
     Case("lsh, strict", LSHSpec(chunk=3, rounds=3, buckets=2, strict=True), itself=False),
-    Case("lsh, strict, many buckets", LSHSpec(chunk=2, rounds=2, buckets=72, strict=True), itself=False),
-    Case("lsh, strict, itself", LSHSpec(chunk=1, buckets=2, strict=True)),
+    Case("lsh, strict, two factors", LSHSpec(chunk=5, rounds=4, buckets=72, strict=True), itself=False),
     *(
         # Places are counted in the tensor, so padding may only stand where it moves none.
         Case(

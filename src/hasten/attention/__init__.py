@@ -22,8 +22,10 @@ from hasten.attention.patterns import (
     Strided,
     Summary,
 )
+from hasten.attention.patterns.longformer import LongformerSpec
 from hasten.attention.patterns.sparse_transformer import SparseTransformerSpec
 from hasten.attention.patterns.specs import BigBirdSpec, BlocksSpec, LocalSpec, PatternSpec
+from hasten.attention.second_projections import SecondProjections, multi_head
 from hasten.attention.specs import ATTENTIONS, AttentionSpec, HeadGroup, HeadsSpec
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "HeadsSpec",
     "Local",
     "LocalSpec",
+    "LongformerSpec",
     "Marked",
     "Mask",
     "MultiHeadAttention",
@@ -52,9 +55,11 @@ __all__ = [
     "PatternAttention",
     "PatternSpec",
     "RandomBlocks",
+    "SecondProjections",
     "SparseTransformerSpec",
     "StepOperator",
     "Strided",
     "Summary",
     "Traits",
+    "multi_head",
 ]

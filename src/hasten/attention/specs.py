@@ -7,11 +7,14 @@ from pydantic import Field
 
 from hasten.attention.full import FullSpec
 from hasten.attention.heads import HeadsAttention
+from hasten.attention.patterns.longformer import LongformerSpec
 from hasten.attention.patterns.sparse_transformer import SparseTransformerSpec
 from hasten.attention.patterns.specs import BigBirdSpec, BlocksSpec, LocalSpec, PatternSpec
 from hasten.fields import PositiveInt, Spec
 
-_Mechanisms: TypeAlias = FullSpec | PatternSpec | LocalSpec | BlocksSpec | SparseTransformerSpec | BigBirdSpec
+_Mechanisms: TypeAlias = (
+    FullSpec | PatternSpec | LocalSpec | BlocksSpec | SparseTransformerSpec | LongformerSpec | BigBirdSpec
+)
 
 
 @dataclass(frozen=True, kw_only=True)
