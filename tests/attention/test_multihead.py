@@ -191,11 +191,11 @@ def frugal(needs: set[str], shared: bool, bias: bool = True) -> MultiHeadAttenti
 
 def projected(layer: MultiHeadAttention, x: Tensor, row: int) -> Tensor:
     """One block of d rows applied to x, cut into heads; x itself for -1."""
-    y = x
+    width, y = x.shape[2], x
     if row >= 0:
-        bias = 0.0 if layer.in_proj_bias is None else layer.in_proj_bias[row * D : (row + 1) * D]
-        y = x @ layer.in_proj_weight[row * D : (row + 1) * D].T + bias
-    return torch.stack(y.split(D // H, dim=2), dim=1)
+        block = slice(row * width, (row + 1) * width)
+        y = x @ layer.in_proj_weight[block].T + (0.0 if layer.in_proj_bias is None else layer.in_proj_bias[block])
+    return torch.stack(y.split(width // layer.n_heads, dim=2), dim=1)
 
 
 @each_need
@@ -250,15 +250,18 @@ def test_another_number_of_heads_than_the_mechanism_was_made_for_is_an_error():
 
 
 @those(lambda case: not (case.traits.external or case.traits.second_projections))
-def test_around_any_mechanism_every_projection_learns(case: Case):
-    attention, length = case.build(), case.traits.max_length or 7
-    layer = MultiHeadAttention(8, 2, attention).double()
-    x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    layer(x).square().sum().backward()
-    n_projections = 1 + len(case.traits.needs) - case.traits.shared_qk
-    assert layer.in_proj_weight.grad is not None
-    assert layer.in_proj_weight.shape == (8 * n_projections, 8)
-    assert all(block.any() for block in layer.in_proj_weight.grad.split(8))
+def test_around_any_mechanism_a_layer_is_projections_of_what_it_needs(case: Case):
+    layer, traits = MultiHeadAttention(8, 2, case.build()).double().eval(), case.traits
+    roles = ["query"] if traits.shared_qk else [role for role in ("query", "key") if role in traits.needs]
+    assert layer.in_proj_weight.shape == (8 * (len(roles) + 1), 8)
+    x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    rows = [roles.index(role) if role in roles else -1 for role in ("query", "query" if traits.shared_qk else "key")]
+    q, k, v = (projected(layer, x, row) for row in (*rows, len(roles)))
+    mixed = layer.attention.operator(q, k, Mask()).apply(v)
+    found = torch.autograd.grad(layer(x).square().sum(), [x, layer.in_proj_weight])
+    out = layer.out_proj(torch.cat(mixed.unbind(1), dim=2))
+    torch.testing.assert_close(layer(x), out, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), [x, layer.in_proj_weight]))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from hasten.attention.base import Attention, Cache, State
 from hasten.attention.masks import Mask, padding, silence
+from hasten.attention.packed import attend_packed
 from hasten.errors import UserError
 
 _EVERYTHING = Mask()
@@ -117,6 +118,17 @@ class MultiHeadAttention(nn.Module):
         else:
             (q,), (k, v) = self._project(x, self._query), self._project(memory, self._memory)
         return self._merge(self.attention.operator(q, k, mask).apply(v))
+
+    def packed(
+        self, x: Float[Tensor, "total D"], lengths: Int[Tensor, " B"], causal: bool = False
+    ) -> Float[Tensor, "total D"]:
+        """Self-attention within sequences laid end to end, as `pack` does; equal to `forward` on each alone.
+
+        Projections are computed for tokens only; attention pads as little as `attend_packed` says.
+        """
+        q, k, v = (part[0].transpose(0, 1) for part in self._project(x[None], self._all))
+        out = attend_packed(self.attention, q, k, v, lengths, causal=causal)
+        return self._merge(out.transpose(0, 1)[None])[0]
 
     def step(self, x: Float[Tensor, "B n D"], state: SelfState | None) -> tuple[Float[Tensor, "B n D"], SelfState]:
         """Causal self-attention of n new positions after `state` (None: the beginning)."""
