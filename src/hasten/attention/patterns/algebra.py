@@ -9,7 +9,7 @@ what later queries will still need (`needed`). Positions count the real tokens o
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ class Scene:
     seed: int = 0
     marked: Tensor | None = None
     size: int = 0
+
+    def has_marks(self, low: int, high: int) -> bool:
+        """Whether any example has a marked token among positions low .. high - 1."""
+        before = self._marks_before
+        low, high = (min(max(x, 0), len(before) - 1) for x in (low, high))
+        return before[high] > before[low]
+
+    @cached_property
+    def _marks_before(self) -> list[int]:
+        return [0] if self.marked is None else [0, *self.marked.any(0).cumsum(0).tolist()]
 
 
 class Pattern(ABC):

@@ -2,15 +2,15 @@
 
 import ast
 import difflib
-from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from hasten.attention.patterns.algebra import Causal, Everything, Pattern
 from hasten.attention.patterns.random_blocks import RandomBlocks
 from hasten.attention.patterns.shapes import Blocks, External, Global, Local, Marked, Strided, Summary
 from hasten.errors import UserError
 
-SHAPES: tuple[Callable[..., Pattern], ...] = (
+SHAPES: tuple[type[Pattern], ...] = (
     Local,
     Blocks,
     Strided,
@@ -22,7 +22,7 @@ SHAPES: tuple[Callable[..., Pattern], ...] = (
     Causal,
     Everything,
 )
-_NAMES = {shape.__name__: shape for shape in SHAPES}
+_NAMES: dict[str, Any] = {shape.__name__: shape for shape in SHAPES}
 _LONGEST = 2000
 
 
@@ -59,7 +59,7 @@ def _shape(node: ast.Call, name: str, text: str) -> Pattern:
         raise UserError(f"pattern {text!r}: {name} takes no **")
     given = [_value(argument, name, text) for argument in node.args]
     named = {str(keyword.arg): _value(keyword.value, name, text) for keyword in node.keywords}
-    fields = list(_NAMES[name].__dataclass_fields__)  # type: ignore[attr-defined]
+    fields = list(_NAMES[name].__dataclass_fields__)
     unknown = [key for key in named if key not in fields]
     if unknown or len(given) > len(fields):
         what = f"has no {unknown[0]}" if unknown else f"takes {len(fields)} values, got {len(given)}"

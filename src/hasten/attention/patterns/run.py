@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hasten.attention.patterns.algebra import Pattern, Scene
 from hasten.attention.patterns.expression import parse
-from hasten.attention.patterns.plan import ROWS, Plan, Shape, make_plan, resolved
+from hasten.attention.patterns.plan import make_plan, resolved
 from hasten.attention.patterns.tiles import Dropping, attend, attend_backward
+from hasten.attention.patterns.work import ROWS, Plan, Shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -289,8 +289,9 @@ class Marked(Pattern):
         return Cover((), (Pick("marked", torch.where(real, order, -1)[:, None]),))
 
     def signature(self, low: int, high: int, keys: Range, scene: Scene) -> Hashable:
-        """Two examples differ."""
-        return None
+        """Nothing where no example has a mark; else two examples differ."""
+        rows = scene.has_marks(low, high) if self.rows else False
+        return None if rows or scene.has_marks(*keys) else NONE
 
     def needed(self, j: Tensor, now: int) -> Tensor:
         """Any token may be marked."""
@@ -310,8 +311,8 @@ class MarkedRows(Pattern):
         return Cover(((0, scene.length),))
 
     def signature(self, low: int, high: int, keys: Range, scene: Scene) -> Hashable:
-        """Two examples differ."""
-        return None
+        """Nothing where no example has a mark; else two examples differ."""
+        return None if scene.has_marks(low, high) else NONE
 
     def needed(self, j: Tensor, now: int) -> Tensor:
         """Any token may be marked."""

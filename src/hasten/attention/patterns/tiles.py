@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.attention.patterns.cover import Range
-from hasten.attention.patterns.plan import Piece, Plan, Tile
+from hasten.attention.patterns.work import Piece, Plan, Tile
 
 
 @dataclass(frozen=True)
@@ -169,18 +169,23 @@ class _Work:
         q = self.q[:, slice(*tile.rows)]
         scores = self._buffer(0, (len(q), q.shape[1], tile.width))
         keys = self._keys(self.k, self.picked_k, tile).transpose(1, 2)
-        if tile.mask is None:
-            return torch.baddbmm(scores, q, keys, beta=0, alpha=self.scale, out=scores)
-        return torch.baddbmm(tile.mask, q, keys, alpha=self.scale, out=scores)
+        if len(tile.masks) == 1 and tile.masks[0].width == tile.width:
+            return torch.baddbmm(tile.masks[0].mask, q, keys, alpha=self.scale, out=scores)
+        torch.baddbmm(scores, q, keys, beta=0, alpha=self.scale, out=scores)
+        for stretch in tile.masks:
+            scores[..., stretch.start : stretch.start + stretch.width] += stretch.mask
+        return scores
 
     def _weights(self, tile: Tile, norm: Tensor | None) -> Tensor:
         weights = self._scores(tile)
         if norm is None:
             torch.softmax(weights, -1, out=weights)
-        else:
-            part = norm[:, slice(*tile.rows)]
-            weights.sub_(part.masked_fill(part == -torch.inf, 0.0)).exp_()
-        return weights if tile.alive is None else weights.mul_(tile.alive)
+            return weights if tile.alive is None else weights.mul_(tile.alive)
+        part = norm[:, slice(*tile.rows)]
+        part = part.masked_fill(part == -torch.inf, 0.0)
+        # Rows that read nothing here have a normaliser from elsewhere, to which their scores do not belong.
+        part = part if tile.alive is None else part.masked_fill(tile.alive == 0, torch.inf)
+        return weights.sub_(part).exp_()
 
     def _buffer(self, number: int, shape: tuple[int, ...]) -> Tensor:
         return self.buffers[number][: math.prod(shape)].view(shape)
