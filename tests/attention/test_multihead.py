@@ -249,6 +249,16 @@ def test_another_number_of_heads_than_the_mechanism_was_made_for_is_an_error():
         MultiHeadAttention(D, H, Frugal(n_heads=4))
 
 
+def test_a_memory_is_refused_by_a_mechanism_for_self_attention_whatever_its_length():
+    layer, (x, memory) = MultiHeadAttention(D, H, Frugal(cross=False)).double(), sequences(4, 4)
+    for call in (
+        lambda: layer(x, Mask(), memory),
+        lambda: layer.remember(memory, torch.ones(2, 4, dtype=torch.bool)),
+    ):
+        with pytest.raises(UserError, match="Frugal is for self-attention"):
+            call()
+
+
 @those(lambda case: not (case.traits.external or case.traits.second_projections))
 def test_around_any_mechanism_a_layer_is_projections_of_what_it_needs(case: Case):
     layer, traits = MultiHeadAttention(8, 2, case.build()).double().eval(), case.traits

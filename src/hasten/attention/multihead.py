@@ -73,7 +73,8 @@ class MultiHeadAttention(nn.Module):
     no rows for them: then `in_proj_weight` holds, in this order, queries, keys and values as far as each is projected.
     As a query or key that is not projected the mechanism gets the input itself, cut into heads, for its shape.
     Inputs are batch first, (B, length, d_model); the mask says True = may attend.
-    Errors: `UserError` where heads do not divide the width or are not those the mechanism was made for.
+    Errors: `UserError` where heads do not divide the width or are not those the mechanism was made for, and for a
+    memory where the mechanism is for self-attention only.
     Source: Vaswani et al., 2017, section 3.2.2.
     """
 
@@ -116,6 +117,7 @@ class MultiHeadAttention(nn.Module):
         if memory is None:
             q, k, v = self._project(x, self._all)
         else:
+            self._check_memory()
             (q,), (k, v) = self._project(x, self._query), self._project(memory, self._memory)
         return self._merge(self.attention.operator(q, k, mask).apply(v))
 
@@ -139,6 +141,7 @@ class MultiHeadAttention(nn.Module):
 
     def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
         """Project a memory once, for many calls of `recall`; `mask` (B, S) is True on real keys."""
+        self._check_memory()
         k, v = self._project(memory, self._memory)
         keys = padding(mask).keys
         return CrossState(Cache(silence(k, keys).contiguous()), Cache(silence(v, keys).contiguous()), keys)
@@ -148,6 +151,13 @@ class MultiHeadAttention(nn.Module):
         (q,) = self._project(x, self._query)
         mask = Mask(keys=memory.mask, silent=True)
         return self._merge(self.attention.operator(q, memory.keys.past, mask).apply(memory.values.past))
+
+    def _check_memory(self) -> None:
+        if not self.attention.traits.cross:
+            raise UserError(
+                f"{type(self.attention).__name__} is for self-attention: its queries and keys are places of one "
+                "sequence; over a memory take another mechanism, for example FullAttention"
+            )
 
     def _project(self, x: Tensor, rows: _Rows) -> tuple[Tensor, ...]:
         """What is picked of the projections of x, and of x itself: each (B, H, length, d_head)."""
