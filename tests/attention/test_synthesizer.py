@@ -63,6 +63,14 @@ def test_a_factorised_table_has_the_rank_it_is_given():
     assert torch.linalg.matrix_rank(build("random").parts[0](q, k)[0]).tolist() == [N, N]
 
 
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_random_scores_start_with_variance_one_at_any_rank(rank: int):
+    large = SynthesizerSpec(parts=("factorised_random", "random"), max_length=100, n_heads=8, d_head=D, rank=rank)
+    q = torch.zeros(1, 8, 100, D)
+    for part in large.build().parts:
+        assert part(q, q).var().item() == pytest.approx(1, abs=0.15)
+
+
 @pytest.mark.parametrize("chosen", range(5))
 def test_a_mixture_with_all_weight_on_one_part_is_that_part(chosen: int):
     names = get_args(PartName)
