@@ -21,7 +21,7 @@ from hasten.spec import RunSpec
 
 CONFIG, TOKENIZER, WEIGHTS = "config.toml", "tokenizer.model", "model.safetensors"
 STATE, RECENT = "state", "recent"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)  # int64: seeds and counters
 _FORMAT = {"format": "hasten", "version": "1"}
 
 
@@ -77,8 +77,8 @@ def read_weights(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Te
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
     for name, tensor in weights.items():
-        if tensor.dtype not in _FLOATS:
-            allowed = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATS)
+        if tensor.dtype not in _KINDS:
+            allowed = ", ".join(str(kind).removeprefix("torch.") for kind in _KINDS)
             raise UserError(f"{path}: {name} is of type {str(tensor.dtype).removeprefix('torch.')}, allowed {allowed}")
     return weights
 
@@ -138,7 +138,12 @@ def _check_fit(spec: RunSpec, vocab_size: int, weights: Mapping[str, Tensor], di
 def fill(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
     """Copy weights into the model, names and shapes equal; `UserError` names the first difference."""
     _compare(model.state_dict(), weights, origin)
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    model.load_state_dict({name: _widened(tensor) for name, tensor in weights.items()})
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Numbers in float32; whole ones as they are, since float32 does not hold every seed."""
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], origin: str) -> None:
@@ -148,12 +153,16 @@ def _compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], origin: s
         if own[name].shape != weights[name].shape:
             got, want = tuple(weights[name].shape), tuple(own[name].shape)
             raise UserError(f"{origin}: {name} has shape {got}, the model of {CONFIG} needs {want}")
+        if own[name].is_floating_point() != weights[name].is_floating_point():
+            got, want = (str(kind).removeprefix("torch.") for kind in (weights[name].dtype, own[name].dtype))
+            raise UserError(f"{origin}: {name} is of type {got}, the model of {CONFIG} needs {want}")
 
 
 def fill_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     """Copy the weights whose names and shapes agree; returns the names copied."""
     own = model.state_dict()
-    matching = {n: t.float() for n, t in weights.items() if n in own and own[n].shape == t.shape}
+    kinds = {n: (t.shape, t.is_floating_point()) for n, t in own.items()}
+    matching = {n: _widened(t) for n, t in weights.items() if kinds.get(n) == (t.shape, t.is_floating_point())}
     model.load_state_dict(matching, strict=False)
     return sorted(matching)
 

@@ -305,7 +305,8 @@ class _Run:
         """
         keep = self.options.average
         newest = state.save_snapshot(self.directory, progress.step, self.model, self.tokenizer)
-        weights = state.average(state.snapshots(self.directory)[-keep:], self.tokenizer)
+        drawn = [name for name, _ in self.model.named_buffers()]
+        weights = state.average(state.snapshots(self.directory)[-keep:], self.tokenizer, drawn)
         checkpoint.save_weights(self.directory / checkpoint.WEIGHTS, weights, self.tokenizer)
         if not regular:
             newest.unlink()

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,13 +112,16 @@ def step_of(snapshot: Path) -> int:
     return int(snapshot.stem.removeprefix("step-"))
 
 
-def average(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """The mean of several snapshots, summed in float64."""
+def average(paths: Sequence[Path], tokenizer: Tokenizer, drawn: Collection[str] = ()) -> dict[str, Tensor]:
+    """The mean of several snapshots, summed in float64; of `drawn`, which are not learnt (buffers), the last one."""
     total: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for path in paths:
-        for name, tensor in read_weights(path, tokenizer).items():
-            total[name] = total[name] + tensor.double() if name in total else tensor.double()
-    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+        weights = read_weights(path, tokenizer)
+        for name in weights.keys() - set(drawn):
+            total[name] = total[name] + weights[name].double() if name in total else weights[name].double()
+    means = {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+    return {name: means.get(name, tensor) for name, tensor in weights.items()}
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ class RandomBlocks(Pattern):
 
     def table(self, scene: Scene) -> Tensor:
         """The blocks that each block reads, int64 (H, number of blocks, `blocks`), -1 where there are fewer."""
-        return _table(replace(self, seed=self.seed + scene.seed), scene.n_heads, self._n_blocks(scene))
+        return _table(replace(self, seed=(self.seed + scene.seed) % 2**31), scene.n_heads, self._n_blocks(scene))
 
     def _n_blocks(self, scene: Scene) -> int:
         # The past of a token is the same whatever follows: then rows of padded tokens exist, too.
