@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from hasten.attention.base import Attention
 from hasten.attention.masks import Mask
-from hasten.attention.multihead import CrossState, MultiHeadAttention, SelfState
+from hasten.attention.multihead import CrossState, SelfState
+from hasten.attention.second_projections import multi_head
 from hasten.nn.dropout import Dropout
 
 
@@ -44,7 +45,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float, attention: Attention):
         super().__init__()
-        self.self_attention = MultiHeadAttention(d_model, n_heads, attention)
+        self.self_attention = multi_head(d_model, n_heads, attention)
         self.self_norm = nn.LayerNorm(d_model)
         self.feed_forward = FeedForward(d_model, d_ff, dropout)
         self.feed_forward_norm = nn.LayerNorm(d_model)
@@ -75,9 +76,9 @@ class DecoderLayer(nn.Module):
         self, d_model: int, n_heads: int, d_ff: int, dropout: float, attention: Attention, cross_attention: Attention
     ):
         super().__init__()
-        self.self_attention = MultiHeadAttention(d_model, n_heads, attention)
+        self.self_attention = multi_head(d_model, n_heads, attention)
         self.self_norm = nn.LayerNorm(d_model)
-        self.cross_attention = MultiHeadAttention(d_model, n_heads, cross_attention)
+        self.cross_attention = multi_head(d_model, n_heads, cross_attention)
         self.cross_norm = nn.LayerNorm(d_model)
         self.feed_forward = FeedForward(d_model, d_ff, dropout)
         self.feed_forward_norm = nn.LayerNorm(d_model)
