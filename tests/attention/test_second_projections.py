@@ -169,6 +169,11 @@ def test_only_a_mechanism_that_asks_for_it_gets_a_second_set(attention):
     assert not attention.traits.second_projections
 
 
+def test_a_plain_layer_refuses_a_mechanism_that_asks_for_it():
+    with pytest.raises(UserError, match=r"second projections .* multi_head"):
+        MultiHeadAttention(D, H, LongformerSpec().build())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_number_of_parameters_is_known(bias: bool):
     m = multi_head(D, H, LongformerSpec().build(), bias=bias)

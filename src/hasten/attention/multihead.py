@@ -90,6 +90,11 @@ class MultiHeadAttention(nn.Module):
                 f"{type(attention).__name__} was made for {traits.n_heads} heads, the layer has n_heads = {n_heads}; "
                 "give both the same number"
             )
+        if traits.second_projections and type(self) is MultiHeadAttention:
+            raise UserError(
+                f"{type(attention).__name__} is made for second projections (traits.second_projections), which this "
+                "layer lacks; build the layer by multi_head(d_model, n_heads, attention)"
+            )
         self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
         projected = [role for role in ("query", "key", "value") if role == "value" or role in traits.needs]
         if traits.shared_qk:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.attention import Attention, Mask, MultiHeadAttention
+from hasten.attention import Attention, Mask, multi_head
 from hasten.bench.mechanism import mechanism, settings
 from hasten.errors import UserError
 
@@ -36,7 +36,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, attention: Attention, mask: Mask, sizes: Sizes):
         super().__init__()
-        self.attention = MultiHeadAttention(sizes["heads"] * sizes["width"], sizes["heads"], attention)
+        self.attention = multi_head(sizes["heads"] * sizes["width"], sizes["heads"], attention)
         self.mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
