@@ -268,6 +268,12 @@ def test_the_attention_weights_are_dropped_in_training_only():
     assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_it_trains_or_not_as_the_module_did(training: bool):
+    ours = DropInAttention(nn.MultiheadAttention(D, H).train(training), FullSpec().build())
+    assert all(module.training == training for module in ours.modules())
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_it_compiles_to_one_graph_with_both_masks():
     _, ours = pair(batch_first=True)

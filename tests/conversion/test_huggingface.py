@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conversion_mechanisms import Band, BandSpec
 from torch import Tensor, nn
 
 import hasten
+from conversion_mechanisms import Band, BandSpec
 from hasten.attention import FullSpec, Mask
+from hasten.conversion import huggingface
 from hasten.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -187,7 +188,7 @@ def test_padding_reaches_the_mechanism_as_keys_and_nothing_as_a_matrix(make: Cal
         assert mask.allowed is None
         assert mask.keys is not None
         assert torch.equal(mask.keys, given["attention_mask"].bool())
-        assert mask.causal == (make in (llama, gpt2) or "decoder" in name and "self_attn" in name)
+        assert mask.causal == (make in (llama, gpt2) or ("decoder" in name and "self_attn" in name))
     seen.clear()
     run(model, batch("none"))
     assert all(mask.keys is None and mask.allowed is None for _, mask in seen)
@@ -356,11 +357,69 @@ def test_cross_attention_within_gpt2_and_bert_is_known():
     ]
 
 
+def test_cross_attention_that_was_not_known_as_such_is_refused_when_it_shows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hasten.conversion.huggingface._is_cross", lambda *_: False)
+    model = bart()
+    hasten.convert(model, BandSpec(claims={"cross": False}))
+    given = batch("none")
+    with pytest.raises(UserError, match=r"this is cross-attention \(4 queries, 7 keys\)"):
+        model(**given, decoder_input_ids=given["input_ids"][:, :4])
+
+
+class SomeCrossAttention(nn.Module):
+    pass
+
+
+class Other(nn.Module):
+    def __init__(self, **facts: bool):
+        super().__init__()
+        vars(self).update(facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "causal", "expected"),
+    [
+        ("layers.0.attn2", SomeCrossAttention(), False, True),
+        ("decoder.block.0.layer.1.EncDecAttention", Other(), False, True),
+        ("layers.0.attn", Other(is_cross_attention=True), False, True),
+        ("layers.0.attn", Other(is_decoder=True), False, True),
+        ("layers.0.attn", Other(is_decoder=True), True, False),
+        ("layers.0.attn", Other(is_decoder=False), False, False),
+        ("layers.0.attn", Other(), False, False),
+    ],
+)
+def test_cross_attention_is_told_by_class_name_and_role(name: str, module: nn.Module, causal: bool, expected: bool):
+    assert huggingface._is_cross(name, module, causal) == expected
+
+
+def test_padding_spread_over_queries_by_older_models_reaches_the_mechanism_as_keys():
+    sizes = {**SIZES, "max_2d_position_embeddings": 8, "pad_token_id": 0}
+    original = seeded(transformers.LayoutLMModel, transformers.LayoutLMConfig(**sizes))
+    model = copy.deepcopy(original)
+    hasten.convert(model, BandSpec(width=99, claims={"allowed": False}))
+    for side in ("left", "right", "none"):
+        torch.testing.assert_close(run(model, batch(side)), run(original, batch(side)), rtol=1e-5, atol=1e-5)
+
+
+def test_what_changes_the_scores_in_a_call_is_refused():
+    model = llama()
+    hasten.convert(model, FullSpec())
+    with pytest.raises(UserError, match="LlamaAttention uses softcap, which FullAttention does not take"):
+        model(**batch(), softcap=30.0)
+
+
 def test_causal_attention_is_kept_where_the_mechanism_cannot_be_causal():
     conversion = hasten.convert(llama(), BandSpec(claims={"causal": None}))
     assert conversion.replaced == ()
     assert {reason for _, reason in conversion.kept} == {"it is causal, which Band cannot be (traits.causal)"}
     assert len(hasten.convert(bert(), BandSpec(claims={"causal": None})).replaced) == 2
+
+
+def test_a_mechanism_that_wants_queries_for_keys_is_kept_out_of_a_cache_of_keys():
+    conversion = hasten.convert(llama(), BandSpec(claims={"shared_qk": True}))
+    assert {reason for _, reason in conversion.kept} == {
+        "Band wants one projection for queries and keys (traits.shared_qk)"
+    }
 
 
 def test_a_mechanism_without_a_place_in_a_cache_generates_without_one():
@@ -381,11 +440,20 @@ def test_a_static_cache_is_refused(where: str):
         model.generate(**batch(), max_new_tokens=3, pad_token_id=0, cache_implementation="static")
 
 
-def test_a_static_cache_of_a_decoder_that_is_not_converted_works():
+def test_queries_in_the_middle_of_a_static_cache_are_refused():
+    model = llama()
+    hasten.convert(model, FullSpec())
+    with pytest.raises(UserError, match="use a dynamic cache"):
+        model(batch("none")["input_ids"], cache=transformers.StaticCache(config=model.config, max_cache_len=12))
+
+
+@pytest.mark.parametrize("given", [batch("left"), batch("none")], ids=["padded", "whole"])
+def test_a_static_cache_of_a_decoder_that_is_not_converted_works(given: dict[str, Tensor]):
     model, original = bart(), bart()
     hasten.convert(model, FullSpec(), where="*encoder.layers.*.self_attn")
-    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
-    assert torch.equal(model.generate(**batch(), **options), original.generate(**batch(), **options))
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options["decoder_input_ids"] = torch.tensor([[2, 7, 9, 11]] * 3)
+    assert torch.equal(model.generate(**given, **options), original.generate(**given, **options))
 
 
 def test_relative_position_biases_are_a_reason_to_keep():
@@ -395,6 +463,14 @@ def test_relative_position_biases_are_a_reason_to_keep():
     assert len(conversion.kept) == 6
     assert all("bias of relative positions" in reason for _, reason in conversion.kept)
     assert {part.config._attn_implementation for part in (model, model.encoder, model.decoder)} == {"sdpa"}
+
+
+def test_models_that_leave_causality_to_their_masks_are_kept():
+    """NLLB's decoder says of its self-attention that it is not causal."""
+    config = transformers.NllbMoeConfig(**SEQ2SEQ, num_experts=2)
+    conversion = hasten.convert(seeded(transformers.NllbMoeForConditionalGeneration, config), FullSpec())
+    assert conversion.replaced == ()
+    assert all("has eager attention only" in reason for _, reason in conversion.kept)
 
 
 def test_sliding_windows_are_kept():
@@ -417,6 +493,15 @@ def test_only_the_full_layers_of_a_mixed_model_are_converted(side: str, implemen
     torch.testing.assert_close(run(model, batch(side)), run(original, batch(side)), rtol=1e-5, atol=1e-5)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**batch(), **options), original.generate(**batch(), **options))
+
+
+@each_side
+def test_windows_on_both_sides_are_kept_beside_converted_layers(side: str):
+    options = {"local_attention": 2, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
+    original = seeded(transformers.ModernBertModel, transformers.ModernBertConfig(**SIZES, **options))
+    model = copy.deepcopy(original)
+    assert hasten.convert(model, FullSpec()).replaced == ("layers.1.attn",)
+    torch.testing.assert_close(run(model, batch(side)), run(original, batch(side)), rtol=1e-5, atol=1e-5)
 
 
 def test_capped_scores_and_sinks_are_kept():
@@ -475,6 +560,14 @@ def test_dropout_is_the_models(make: Callable):
     model.train()
     assert all(mechanism.training for mechanism in mechanisms)
     torch.testing.assert_close(run(model.eval(), batch()), run(make(), batch()), rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_that_was_not_found_is_noted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hasten.conversion.huggingface._dropout", lambda module: None)
+    model = bert()
+    conversion = hasten.convert(model, FullSpec())
+    assert {text for _, text in conversion.notes} == {"its share of dropped weights was not found: the spec's holds"}
+    assert model.encoder.layer[0].attention.self.hasten.dropout == 0.0
 
 
 def test_checkpointed_training_gives_the_same_gradients():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hasten
 from conversion_mechanisms import Band, BandSpec
-from hasten.attention import FullSpec
+from hasten.attention import FullSpec, SparseTransformerSpec
 from hasten.attention.dropin import DropInAttention
 from hasten.errors import UserError
 
@@ -290,9 +290,8 @@ def test_a_causal_mask_reaches_a_mechanism_that_takes_no_patterns():
     ("claims", "reason"),
     [
         ({"n_heads": 2}, "Band was made for 2 heads, here are 4"),
-        ({"shared_qk": True}, "one projection for queries and keys"),
         ({"external": 2}, "learnt tokens before the sequence"),
-        ({"second_projections": True}, "second projections"),
+        ({"second_projections": True}, "projections of a second kind"),
     ],
 )
 def test_what_a_mechanism_needs_beyond_the_model_is_a_reason_to_keep(claims: dict, reason: str):
@@ -329,9 +328,41 @@ def test_dropout_is_that_of_the_replaced_module_unless_the_spec_says_otherwise()
 def test_what_changes_beside_the_mechanism_is_noted():
     conversion = hasten.convert(encoder(dropout=0.25), BandSpec(claims={"dropout": False}, parameters=5))
     texts = [text for _, text in conversion.notes]
-    assert texts[0] == "attention weights are no longer dropped in training (it was 0.25): Band cannot"
+    assert texts[0] == "weights are no longer dropped in training (share 0.25 before): Band cannot"
     assert texts[1] == "adds 5 parameters of its own, not trained yet"
     assert len(texts) == 4
+    claims = {"needs": frozenset({"key"}), "causal": "value"}
+    conversion = hasten.convert(decoder(), BandSpec(claims=claims), where="layers.0.self_attn")
+    assert [text for _, text in conversion.notes] == [
+        "Band lets later keys move what earlier queries read, though never later values (traits.causal)",
+        "Band reads no queries: they are computed in vain",
+    ]
+
+
+def test_queries_serve_as_keys_where_the_mechanism_wants_one_projection():
+    model, tied = encoder().eval(), encoder().eval()
+    conversion = hasten.convert(model, BandSpec(width=99, claims={"shared_qk": True}))
+    assert "takes the queries as keys" in str(conversion)
+    with torch.no_grad():
+        for layer in tied.layers:
+            layer.self_attn.in_proj_weight[D : 2 * D] = layer.self_attn.in_proj_weight[:D]
+            layer.self_attn.in_proj_bias[D : 2 * D] = layer.self_attn.in_proj_bias[:D]
+        torch.testing.assert_close(run(model, True), run(tied, True))
+    attention, x = model.layers[0].self_attn, states()
+    assert attention(x, x, x.clone())[0].shape == x.shape
+    with pytest.raises(UserError, match="one tensor as query and key"):
+        attention(x, x.clone(), x)
+
+
+def test_layers_that_take_turns_know_which_they_are():
+    model = whole()
+    hasten.convert(model, SparseTransformerSpec(stride=3, combine="layers"))
+    for stack in (model.encoder, model.decoder):
+        first, second = (str(layer.self_attn.attention.pattern) for layer in stack.layers)
+        assert (first, second) == tuple(
+            str(SparseTransformerSpec(stride=3, combine="layers").at_layer(i).build().pattern) for i in (0, 1)
+        )
+        assert first != second
 
 
 def test_a_mechanisms_parameters_are_the_models_and_of_its_precision():
@@ -445,8 +476,8 @@ def test_the_report_is_readable():
         "kept: 2",
         "  decoder.layers.0-1.multihead_attn: it is cross-attention, which Band does not do (traits.cross)",
         "to know",
-        "  encoder.layers.0-1.self_attn: attention weights are no longer dropped in training (it was 0.1): Band cannot",
-        "  decoder.layers.0-1.self_attn: attention weights are no longer dropped in training (it was 0.1): Band cannot",
+        "  encoder.layers.0-1.self_attn: weights are no longer dropped in training (share 0.1 before): Band cannot",
+        "  decoder.layers.0-1.self_attn: weights are no longer dropped in training (share 0.1 before): Band cannot",
     ]
 
 

@@ -36,6 +36,7 @@ class DropInAttention(nn.Module):
     is that module's: masks say True = ignore, float masks hold 0 or -inf; (B, L, E) with batch_first, (L, B, E)
     without, (L, E) for one sequence. Three things differ. A row that may read nothing gets 0, never NaN. The weights
     returned are those before dropout. Asking for them leaves the output as it is.
+    For a mechanism that wants one projection for both (`traits.shared_qk`) the queries are the keys.
     Raises `UserError` for a module it cannot replace, and in the call for what the mechanism does not take, for float
     masks that are biases (unchecked while traced) and for nested tensors.
     """
@@ -55,6 +56,7 @@ class DropInAttention(nn.Module):
         self.in_proj_weight, self.in_proj_bias = module.in_proj_weight, module.in_proj_bias
         self.out_proj = module.out_proj
         self.attention = attention
+        self._roles = (0, 0, 2) if attention.traits.shared_qk else (0, 1, 2)
         self._axes = (0, 1, 2) if module.batch_first else (1, 0, 2)
         self.train(module.training)
 
@@ -96,10 +98,12 @@ class DropInAttention(nn.Module):
         if query is key and key is value:
             y = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
+            if self._roles[1] == 0 and query is not key:
+                raise UserError(f"{type(self.attention).__name__} wants one tensor as query and key (traits.shared_qk)")
             weights = self.in_proj_weight.chunk(3)
             biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             y = tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        batch_first = (x[None] if axes is None else x.permute(axes) for x in y)
+        batch_first = (y[role][None] if axes is None else y[role].permute(axes) for role in self._roles)
         return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in batch_first)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from hasten.attention.base import Attention
-from hasten.conversion.sites import CROSS_NAMES, Site, Undo
+from hasten.conversion.sites import CROSS_NAMES, Site, Undo, layer_of
 
 CHILD = "hasten"
 NAMES = {"sdpa": "hasten", "eager": "hasten_over_eager"}  # by what modules without a mechanism go on with
@@ -61,7 +61,9 @@ def _site(root: nn.Module, name: str, module: nn.Module, model: Any) -> Site:
         dropout=_dropout(module),
         causal=causal,
         cross=_is_cross(name, module, causal),
+        layer=layer_of(name),
         cached=True,
+        ties=False,
         obstacle=_obstacle(module, model),
         install=_installer(root, module),
     )
@@ -96,6 +98,10 @@ def _obstacle(module: nn.Module, model: Any) -> str:
         return "it caps the scores (softcap), which mechanisms do not"
     if getattr(module, "sinks", None) is not None:
         return "it has attention sinks, which mechanisms do not take"
+    if (
+        not model._supports_sdpa
+    ):  # SDPA's masks leave causality to the module, so that elsewhere nothing checks what it says
+        return f"{type(model).__name__} has eager attention only, and its modules do not say reliably what is causal"
     return _window(module)
 
 

@@ -92,7 +92,7 @@ def _attend(
         query = query * (scaling * math.sqrt(query.shape[-1]))  # mechanisms divide by the square root themselves
     operator = mechanism.operator(query, key, _mask(attention_mask, causal, query, key))
     out = operator.apply(value).transpose(1, 2).contiguous()
-    return out, operator.dense() if _wants_weights(module, given) else None
+    return out, operator.dense() if _wants_weights(given) else None
 
 
 def _check_lengths(mechanism: Attention, query: Tensor, key: Tensor, causal: bool) -> None:
@@ -121,7 +121,10 @@ def _mask(attention_mask: Tensor | None, causal: bool, query: Tensor, key: Tenso
             f"a mask {tuple(attention_mask.shape)} beside a cache of keys leaves open where the {query.shape[2]} "
             "queries stand; use a dynamic cache, not a static one, and no ready-made mask with it"
         )
-    return Mask(allowed=_may_attend(attention_mask)[..., : key.shape[2]])
+    allowed = _may_attend(attention_mask)[..., : key.shape[2]]
+    if allowed.shape[1:3] == (1, 1):  # the same for every head and query: padding, as older models hand it over
+        return padding(allowed[:, 0, 0])
+    return Mask(allowed=allowed)
 
 
 def _may_attend(mask: Tensor) -> Tensor:
@@ -134,14 +137,10 @@ def _may_attend(mask: Tensor) -> Tensor:
     return allowed
 
 
-def _wants_weights(module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether the call or the configuration asks for attentions; some modules keep the question to themselves."""
-    if given.get("output_attentions") or getattr(module.config, "output_attentions", False):
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    collected = output_capturing._active_collector.get() or {}
-    return any("attentions" in key for key in collected)
+def _wants_weights(given: dict[str, Any]) -> bool:
+    """Whether the call asks for attentions; some modules do not hand that on, but transformers collects."""
+    collected = None if torch.compiler.is_compiling() else output_capturing._active_collector.get()
+    return bool(given.get("output_attentions")) or any("attentions" in key for key in collected or {})
 
 
 def _dense(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from hasten.attention.base import Attention
 from hasten.attention.dropin import DropInAttention, obstacle
-from hasten.conversion.sites import CROSS_NAMES, Site, Undo
+from hasten.conversion.sites import CROSS_NAMES, Site, Undo, layer_of
 
 _BEFORE = "_used_nested_tensor_before_hasten"
 
@@ -47,7 +47,9 @@ def _site(
         dropout=module.dropout,
         causal="self_attn" in decoders,
         cross="multihead_attn" in decoders or any(attribute in CROSS_NAMES for _, attribute in homes),
+        layer=layer_of(name),
         cached=False,
+        ties=True,
         obstacle=reason,
         install=_installer(module, homes, around),
     )

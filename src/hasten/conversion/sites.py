@@ -9,8 +9,9 @@ from typing import Protocol
 
 from torch import nn
 
-from hasten.attention.base import Attention, Traits
+from hasten.attention.base import Attention
 from hasten.errors import UserError
+from hasten.fields import Spec
 
 Undo = Callable[[], None]
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -31,7 +32,8 @@ class Site:
     """A place in a model where attention is computed.
 
     causal, cross: what is known of its use when the model is at rest. dropout: the share of weights it drops in
-    training, None where that was not found. obstacle: why nothing can be put here, or empty. install: puts a
+    training, None where that was not found. layer: its place in a stack, from 0. cached: generation keeps its keys.
+    ties: queries can serve as keys. obstacle: why nothing can be put here, or empty. install: puts a
     mechanism here and returns what undoes it.
     """
 
@@ -41,7 +43,9 @@ class Site:
     dropout: float | None
     causal: bool
     cross: bool
+    layer: int
     cached: bool
+    ties: bool
     obstacle: str
     install: Callable[[Attention], Undo]
 
@@ -68,15 +72,22 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
     return [site for site in sites if any(fnmatch.fnmatchcase(site.name, pattern) for pattern in patterns)]
 
 
+def layer_of(name: str) -> int:
+    """The place in its stack that a module's name tells: its first number."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def build(spec: BuildsAttention, site: Site) -> Attention:
-    """The mechanism for one site, on its device, of its precision, dropping what the replaced module dropped.
+    """The mechanism for one site and its layer, on its device, of its precision, dropping what was dropped before.
 
     A share of dropped weights other than the spec's default is taken from the spec instead.
     """
+    if isinstance(spec, Spec):
+        spec = spec.at_layer(site.layer)
     if site.dropout and _leaves_dropout_open(spec):
         spec = dataclasses.replace(spec, dropout=site.dropout)  # pyright: ignore[reportArgumentType]
     attention = spec.build()
@@ -101,10 +112,10 @@ def misfit(attention: Attention, site: Site) -> str:
         site.obstacle: bool(site.obstacle),
         f"it is cross-attention, which {name} does not do (traits.cross)": site.cross and not traits.cross,
         f"it is causal, which {name} cannot be (traits.causal)": site.causal and traits.causal is None,
-        f"{name} wants one projection for queries and keys (traits.shared_qk)": traits.shared_qk,
+        f"{name} wants one projection for queries and keys (traits.shared_qk)": traits.shared_qk and not site.ties,
         f"{name} was made for {traits.n_heads} heads, here are {site.n_heads}": heads,
         f"{name} wants learnt tokens before the sequence (traits.external)": traits.external > 0,
-        f"{name} wants second projections of queries and keys": traits.second_projections,
+        f"{name} wants projections of a second kind (traits.second_projections)": traits.second_projections,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
@@ -113,25 +124,21 @@ def remarks(attention: Attention, site: Site) -> list[str]:
     """What to know about this mechanism at this site."""
     traits, name = attention.traits, type(attention).__name__
     n_own = sum(p.numel() for p in attention.parameters())
-    said = {
-        f"attention weights are no longer dropped in training (it was {site.dropout}): {name} cannot": bool(
-            site.dropout
-        )
-        and not traits.dropout,
-        f"generate with use_cache=False: {name} reads no cache of earlier keys (traits.suffix)": site.cached
-        and site.causal
-        and not traits.suffix,
-        "later keys may move the pattern of earlier queries, later values never enter": site.causal
-        and traits.causal == "value",
-        f"adds {n_own} parameters of its own, not trained yet": n_own > 0,
-        f"reads only {_reads(traits)}: the other projections are computed in vain": not _reads_all(traits),
-    }
-    return [text for text, applies in said.items() if applies]
-
-
-def _reads_all(traits: Traits) -> bool:
-    return {"query", "key"} <= traits.needs
-
-
-def _reads(traits: Traits) -> str:
-    return " and ".join(["values", *sorted(f"{one[:-1]}ies" if one == "query" else f"{one}s" for one in traits.needs)])
+    unread = [plural for one, plural in (("query", "queries"), ("key", "keys")) if one not in traits.needs]
+    dropped = f"(share {site.dropout} before)"
+    pairs = [
+        (site.dropout and not traits.dropout, f"weights are no longer dropped in training {dropped}: {name} cannot"),
+        (site.dropout is None and traits.dropout, "its share of dropped weights was not found: the spec's holds"),
+        (
+            site.cached and site.causal and not traits.suffix,
+            f"generate with use_cache=False: {name} reads no cache of earlier keys (traits.suffix)",
+        ),
+        (
+            site.causal and traits.causal == "value",
+            f"{name} lets later keys move what earlier queries read, though never later values (traits.causal)",
+        ),
+        (n_own > 0, f"adds {n_own} parameters of its own, not trained yet"),
+        (traits.shared_qk, f"{name} takes the queries as keys: the projection of keys is computed in vain"),
+        (unread and not traits.shared_qk, f"{name} reads no {' and no '.join(unread)}: they are computed in vain"),
+    ]
+    return [text for applies, text in pairs if applies]
