@@ -129,8 +129,9 @@ def conditions(rows: Sequence[Row]) -> str:
     return (
         f"Self-attention, {'causal' if row['causal'] else 'not causal'}: {what}; batch {row['batch']}, "
         f"{row['heads']} heads of width {row['width']}, float32, {row['threads']} thread"
-        f"{'s' * (row['threads'] > 1)}. Medians of {row['repeats']} round{'s' * (row['repeats'] > 1)}, in which the contestants' processes take "
-        f"turns; backward reaches input and parameters. Peak memory: the most that torch's tensors held at once beyond "
+        f"{'s' * (row['threads'] > 1)}. Medians of {row['repeats']} round{'s' * (row['repeats'] > 1)}, in which the "
+        "contestants' processes take turns; backward reaches input and parameters. Peak memory: the most that torch's "
+        "tensors held at once beyond "
         f"module and input. Powers of N are fitted to the longest {_FITTED} lengths. {row['cpu']}, {row['cores']} "
         f"cores, load {row['load_before']} before; {versions}; {row['date'][:10]}."
     )
