@@ -27,6 +27,8 @@ def explain(error: ValidationError, table: Any, root: type) -> str:
         return f"{where}.kind: choose one of {', '.join(kinds)}; got {got!r}{_closest(str(got), kinds)}"
     if problem["type"] in ("tuple_type", "list_type"):
         return f'{where}: expected a list such as [{{ kind = "full" }}], got {problem["input"]!r}'
+    if problem["type"] == "value_error":
+        return f"{where}: {problem['ctx']['error']}"
     message = problem["msg"].replace("an object", "a table").replace("Field required", "this is required")
     return f"{where}: {message}" + ("" if problem["type"] == "missing" else f", got {problem['input']!r}")
 
@@ -38,8 +40,13 @@ def kind_of(spec: type) -> str:
 
 def _locate(location: Sequence[str | int], found: Any) -> tuple[str, Any]:
     """A place as the user writes it, and what stands there: pydantic also names the members of unions."""
-    where = ""
+    where, told = "", False
     for i, part in enumerate(location):
+        # A table that chooses among several kinds is named by its kind once, before what stands in it.
+        if not told and isinstance(found, dict) and part == found.get("kind"):
+            told = True
+            continue
+        told = False
         inner: list[Any] = []
         if isinstance(found, dict):
             inner = [found[part]] if part in found else []
@@ -77,6 +84,10 @@ def _reached(location: Sequence[str | int], root: type) -> list[Any]:
     specs: list[Any] = [root]
     for part in location:
         if isinstance(part, int):
+            continue
+        chosen = [spec for spec in specs if kind_of(spec) == part]
+        if len(specs) > 1 and chosen:
+            specs = chosen
             continue
         having = [spec for spec in specs if any(field.name == part for field in dataclasses.fields(spec))]
         if having:

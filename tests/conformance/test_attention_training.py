@@ -62,7 +62,7 @@ def slope(run: Callable[[Tensor, Tensor, Tensor], object], trace: Path) -> float
     return max(math.log2(after / before) for before, after in itertools.pairwise(peaks))
 
 
-@those(lambda case: case.traits.max_length is None)
+@those(lambda case: case.traits.max_length is None and case.large)
 def test_memory_grows_as_promised(case: Case, tmp_path: Path):
     attention = case.build()
     mask = Mask(causal=attention.traits.causal is not None)
