@@ -456,6 +456,14 @@ def test_a_static_cache_of_a_decoder_that_is_not_converted_works(given: dict[str
     assert torch.equal(model.generate(**given, **options), original.generate(**given, **options))
 
 
+def test_a_transformers_too_old_is_a_reason_to_keep(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    conversion = hasten.convert(bert(), FullSpec())
+    assert {reason for _, reason in conversion.kept} == {
+        "transformers is 4.57; 5.18 or newer is needed, pip install 'hasten[hub]'"
+    }
+
+
 def test_relative_position_biases_are_a_reason_to_keep():
     model = t5()
     conversion = hasten.convert(model, FullSpec())

@@ -18,6 +18,7 @@ from hasten.conversion.sites import CROSS_NAMES, Site, Undo, layer_of
 
 CHILD = "hasten"
 NAMES = {"sdpa": "hasten", "eager": "hasten_over_eager"}  # by what modules without a mechanism go on with
+OLDEST = (5, 18)  # of transformers: before, masks are asked for in another way
 _OVER = {name: before for before, name in NAMES.items()}
 _BEFORE = "_attention_before_hasten"
 _CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -88,6 +89,8 @@ def _is_cross(name: str, module: nn.Module, causal: bool) -> bool:
 def _obstacle(module: nn.Module, model: Any) -> str:
     if isinstance(getattr(module, CHILD, None), Attention):
         return f"it is {type(getattr(module, CHILD)).__name__} already; restore() that conversion first"
+    if (version := _version()) < OLDEST:
+        return f"transformers is {version[0]}.{version[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed, pip install 'hasten[hub]'"
     if model is None or getattr(module, "config", None) is None:
         return "it stands outside a PreTrainedModel, whose attention implementation could be set"
     if not model._can_set_attn_implementation():
@@ -103,6 +106,11 @@ def _obstacle(module: nn.Module, model: Any) -> str:
     ):  # SDPA's masks leave causality to the module, so that elsewhere nothing checks what it says
         return f"{type(model).__name__} has eager attention only, and its modules do not say reliably what is causal"
     return _window(module)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = sys.modules["transformers"].__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _window(module: nn.Module) -> str:
