@@ -73,8 +73,9 @@ class MultiHeadAttention(nn.Module):
     no rows for them: then `in_proj_weight` holds, in this order, queries, keys and values as far as each is projected.
     As a query or key that is not projected the mechanism gets the input itself, cut into heads, for its shape.
     Inputs are batch first, (B, length, d_model); the mask says True = may attend.
-    Errors: `UserError` where heads do not divide the width or are not those the mechanism was made for, and for a
-    memory where the mechanism is for self-attention only.
+    Errors: `UserError` where heads do not divide the width or are not those the mechanism was made for, for a mechanism
+    that asks for second projections (`multi_head` builds its layer), and for a memory where the mechanism is for
+    self-attention only.
     Source: Vaswani et al., 2017, section 3.2.2.
     """
 
