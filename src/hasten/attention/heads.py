@@ -91,7 +91,7 @@ def _common(traits: Sequence[Traits], n_heads: int) -> Traits:
         step=all_of(lambda one: one.step),
         normalised=all_of(lambda one: one.normalised),
         key_padding=all_of(lambda one: one.key_padding),
-        dropout=False,
+        dropout=all_of(lambda one: one.dropout),
         allowed=all_of(lambda one: one.allowed),
         marked=all_of(lambda one: one.marked),
         needs=frozenset().union(*(one.needs for one in traits)),

@@ -10,7 +10,7 @@ from hasten.attention.heads import HeadsAttention
 from hasten.attention.patterns.longformer import LongformerSpec
 from hasten.attention.patterns.sparse_transformer import SparseTransformerSpec
 from hasten.attention.patterns.specs import BigBirdSpec, BlocksSpec, LocalSpec, PatternSpec
-from hasten.fields import PositiveInt, Spec
+from hasten.fields import PositiveInt, Share, Spec
 
 _Mechanisms: TypeAlias = (
     FullSpec | PatternSpec | LocalSpec | BlocksSpec | SparseTransformerSpec | LongformerSpec | BigBirdSpec
@@ -35,6 +35,8 @@ class HeadsSpec(Spec):
     """The mechanism's name."""
     groups: tuple[HeadGroup, ...]
     """Groups of heads, for example [{ heads = 2, attention = { kind = "local" } }, ...]."""
+    dropout: Share = 0.0
+    """Share of attention weights dropped in training, in groups that set none of their own."""
 
     def at_layer(self, layer: int) -> "HeadsSpec":
         """The spec of a layer of a stack, counted from 0."""
@@ -42,7 +44,12 @@ class HeadsSpec(Spec):
 
     def build(self) -> HeadsAttention:
         """The mechanism this spec describes."""
-        return HeadsAttention([(group.heads, group.attention.build()) for group in self.groups])
+        return HeadsAttention([(group.heads, self._dropping(group.attention).build()) for group in self.groups])
+
+    def _dropping(self, spec: "_Mechanisms") -> "_Mechanisms":
+        if not self.dropout or getattr(spec, "dropout", None) != 0.0:
+            return spec
+        return replace(spec, dropout=self.dropout)  # type: ignore[arg-type]
 
 
 AttentionSpec: TypeAlias = Annotated[Union[_Mechanisms, HeadsSpec], Field(discriminator="kind")]  # noqa: UP007

@@ -32,6 +32,8 @@ class PatternAttention(Attention):
         super().__init__()
         self.pattern, self.dropout, self.rows = pattern, dropout, rows
         self.ahead = _causal(pattern)
+        # Written once: code that is traced cannot write it.
+        self.texts = (str(pattern), str(self.ahead))
         shapes = list(walk(pattern))
         # The draw travels with the weights: a model restored with another seed keeps the pattern it was trained with.
         self.register_buffer("seed", torch.tensor(seed), persistent=any(isinstance(s, RandomBlocks) for s in shapes))
@@ -56,7 +58,8 @@ class PatternAttention(Attention):
             mask = replace(mask, marked=torch.zeros(len(k), k.shape[2], dtype=torch.bool, device=k.device))
         k = silence(k, None if mask.silent else mask.keys)
         share = self.dropout if self.training else 0.0
-        return PatternOperator(q, k, mask, self._pattern(mask.causal), self.seed, self.rows or 0, share)
+        pattern, text = self._pattern(mask.causal), self.texts[mask.causal]
+        return PatternOperator(q, k, mask, pattern, text, self.seed, self.rows or 0, share)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition: the pattern's dense mask, then one query at a time."""
@@ -114,8 +117,10 @@ def _causal(pattern: Pattern) -> Pattern | None:
 class PatternOperator(Operator):
     """Softmax attention over a pattern, computed tile by tile in `apply`."""
 
-    def __init__(self, q: Tensor, k: Tensor, mask: Mask, pattern: Pattern, seed: Tensor, rows: int, share: float):
-        self.q, self.k, self.mask, self.pattern = q, k, mask, pattern
+    def __init__(
+        self, q: Tensor, k: Tensor, mask: Mask, pattern: Pattern, text: str, seed: Tensor, rows: int, share: float
+    ):
+        self.q, self.k, self.mask, self.pattern, self.text = q, k, mask, pattern, text
         self.seed, self.rows, self.share = seed, rows, share
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
@@ -126,7 +131,7 @@ class PatternOperator(Operator):
         mask = self.mask
         drawn = torch.randint(2**62, ()) if share else torch.zeros((), dtype=torch.int64)
         if torch.compiler.is_compiling():
-            settings = (str(self.pattern), self.rows, share)
+            settings = (self.text, self.rows, share)
             return attention_op(self.q, self.k, v, mask.keys, mask.marked, self.seed, drawn, *settings)[0]
         call = Call(resolved(self.pattern), mask.keys, mask.marked, int(self.seed), self.rows, share, int(drawn))
         return run(self.q, self.k, v, call)

@@ -17,7 +17,7 @@ from hasten.attention.patterns.work import Group, Piece, Shape, Stretch, Tile
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws the tiles of one pattern in one group; pairs of `earlier` patterns belong to other pieces."""
+    """Draws the tiles of one pattern in one group, `rows` queries each; pairs of `earlier` ones are other pieces'."""
 
     here: Pattern
     earlier: tuple[Pattern, ...]
@@ -26,11 +26,12 @@ class Drawing:
     scene: Scene
     dtype: torch.dtype
     device: torch.device
+    rows: int
     masks: dict[Hashable, Tensor] = field(default_factory=dict)
 
-    def piece(self, rows: int) -> Piece:
+    def piece(self) -> Piece:
         """All queries of the group, `rows` at a time; cut where rows change their look."""
-        group, picks, tiles = self.group, {}, []
+        rows, group, picks, tiles = self.rows, self.group, {}, []
         begin, end = group.begin, group.begin + group.queries
         cuts = {begin, end, *range((begin // rows + 1) * rows, end, rows)}
         if group.step == 1:
@@ -43,14 +44,14 @@ class Drawing:
             tiles.append(tile)
         return Piece(group, tuple(tiles), picks)
 
-    def marked_piece(self, rows: int) -> Piece:
+    def marked_piece(self) -> Piece:
         """The marked queries, picked from the sequence, against all keys."""
         pick = Marked().cover(0, self.shape.keys, self.scene).picks[0]
         pick = replace(pick, positions=torch.where(pick.positions < self.shape.offset, -1, pick.positions))
         keys = (0, min(self.scene.length, self.shape.keys))
         tiles = []
-        for low in range(0, pick.positions.shape[-1], rows):
-            i = pick.positions[..., low : low + rows].to(self.device)[..., None]
+        for low in range(0, pick.positions.shape[-1], self.rows):
+            i = pick.positions[..., low : low + self.rows].to(self.device)[..., None]
             allowed = self._allowed(i, self._positions(torch.arange(*keys, device=self.device)[None, :]))
             masks, alive = self._finished([(keys[1], None, self._additive(allowed))] if keys[1] else [])
             tiles.append(Tile((low, low + i.shape[-2]), clipped([keys], keys[1]), (), masks, alive))
@@ -118,7 +119,7 @@ class Drawing:
 
     def _blocks(self, low: int, high: int, first: int, last: int) -> list[tuple[int, int, Hashable, Tensor | None]]:
         """A range of keys cut where the look changes, without ends in which no pair counts: (from, to, key, mask)."""
-        size = max(high - low, 1)
+        size = max(high - low, self.rows)
         cuts = {first, last, *range(low + (first - low) // size * size, last, size)}
         if self.group.step == 1:
             cuts |= set(self._breaks_between(first, last))

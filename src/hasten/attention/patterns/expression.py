@@ -52,7 +52,7 @@ def _pattern(node: ast.expr, text: str) -> Pattern:
 
 def _shape(node: ast.Call, name: str, text: str) -> Pattern:
     if name not in _NAMES:
-        close = difflib.get_close_matches(name, list(_NAMES), n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, list(_NAMES), n=1, cutoff=0.6)
         advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(_NAMES)}"
         raise UserError(f"pattern {text!r}: no shape is called {name}; {advice}")
     if any(keyword.arg is None for keyword in node.keywords):

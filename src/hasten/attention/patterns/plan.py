@@ -60,8 +60,8 @@ def _plan(pattern: Pattern, shape: Shape, scene: Scene, rows: int, dtype: torch.
     for layout, parts in sorted(by_layout.items()):
         here = parts[0] if len(parts) == 1 else Union(tuple(parts))
         for group in [whole] if layout <= 1 else groups(shape, layout):
-            drawing = Drawing(here, earlier, group, shape, scene, dtype, device)
-            pieces.append(drawing.marked_piece(rows) if layout == 0 else drawing.piece(rows))
+            drawing = Drawing(here, earlier, group, shape, scene, dtype, device, rows)
+            pieces.append(drawing.marked_piece() if layout == 0 else drawing.piece())
         earlier = (*earlier, here)
     return Plan(shape, tuple(pieces), len(by_layout) > 1)
 
