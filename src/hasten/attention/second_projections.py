@@ -101,7 +101,8 @@ class SecondProjections(MultiHeadAttention):
         pattern = pattern & Causal() if mask.causal else pattern
         own = Mask(causal=mask.causal, keys=mask.keys, marked=is_global)
         seed, share = torch.zeros((), dtype=torch.int64), self.dropout if self.training else 0.0
-        return PatternOperator(q, silence(k, mask.keys), own, pattern, seed, 0, share).apply(v)
+        text = "Marked() & Causal()" if mask.causal else "Marked()"
+        return PatternOperator(q, silence(k, mask.keys), own, pattern, text, seed, 0, share).apply(v)
 
     def _queries(self, x: Tensor, is_global: Tensor) -> tuple[Tensor]:
         """Second queries of global tokens, zero elsewhere."""
