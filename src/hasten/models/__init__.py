@@ -6,9 +6,20 @@ from pydantic import Field
 
 from hasten.models.autoregressive import Autoregressive, AutoregressiveSpec
 from hasten.models.base import GenerationModel
+from hasten.models.classifier import Classifier, ClassifierSpec
 from hasten.models.ctc import CTC, CTCSpec
 
 MODELS = (Autoregressive, CTC)
 ModelSpec = Annotated[AutoregressiveSpec | CTCSpec, Field(discriminator="kind")]
 
-__all__ = ["CTC", "MODELS", "Autoregressive", "AutoregressiveSpec", "CTCSpec", "GenerationModel", "ModelSpec"]
+__all__ = [
+    "CTC",
+    "MODELS",
+    "Autoregressive",
+    "AutoregressiveSpec",
+    "CTCSpec",
+    "Classifier",
+    "ClassifierSpec",
+    "GenerationModel",
+    "ModelSpec",
+]
