@@ -96,11 +96,10 @@ class SecondProjections(MultiHeadAttention):
         traced = torch.compiler.is_compiling()
         k, v = self._heads(x, 1, 3)
         (q,) = self._heads(x, 0, 1) if traced else self._queries(x, is_global)
-        # A traced call knows its pattern by name, and this part of Marked has none: there its columns are read, too.
-        pattern = Marked() if traced else MarkedRows()
-        pattern = pattern & Causal() if mask.causal else pattern
+        pattern = MarkedRows() & Causal() if mask.causal else MarkedRows()
         own = Mask(causal=mask.causal, keys=mask.keys, marked=is_global)
         seed, share = torch.zeros((), dtype=torch.int64), self.dropout if self.training else 0.0
+        # Traced calls know patterns by name, and this part of Marked has none: there its columns are computed, too.
         text = "Marked() & Causal()" if mask.causal else "Marked()"
         return PatternOperator(q, silence(k, mask.keys), own, pattern, text, seed, 0, share).apply(v)
 
