@@ -1,7 +1,7 @@
 """What a run of queries can read at most: ranges of keys, and keys picked one by one."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -32,11 +32,13 @@ class Pick:
     """Keys picked one by one: positions (B or 1, H or 1, w), -1 where there is none.
 
     ascending: sorted, the same for all queries of the sequence, so that a range of it can be taken.
+    whole: every query that the cover was asked for reads every one of them.
     """
 
     name: str
     positions: Tensor
     ascending: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Cover:
         known = [limit for limit in limits if limit is not None]
         hull = (max(h[0] for h in known), min(h[1] for h in known)) if known else None
         picks = self.picks + tuple(pick for pick in other.picks if pick.name not in {p.name for p in self.picks})
-        return Cover(ranges, picks, hull)
+        return Cover(ranges, tuple(replace(pick, whole=False) for pick in picks), hull)
 
 
 def _span(ranges: tuple[Range, ...]) -> Range:

@@ -184,6 +184,10 @@ class Drawing:
         j = pick.positions[..., part[0] : part[1]].to(self.device)[..., None, :]
         seen = [(j >= low) & (j < high) for low, high in ranges]
         seen += [_among(j, other.positions[..., a:b].to(self.device)) for other, (a, b) in before if other is not pick]
+        if pick.whole and not self.earlier:
+            allowed = self._real(j, j >= 0)
+            rows = (*[-1] * (j.ndim - 2), i.shape[-2], -1)
+            return self._additive(reduce(lambda known, one: known & ~one, seen, allowed).expand(rows))
         allowed = self._allowed(i, j) & (j >= 0)
         return self._additive(reduce(lambda known, one: known & ~one, seen, allowed))
 
@@ -191,6 +195,10 @@ class Drawing:
         allowed = self.here.allows(i, j, self.scene)
         for pattern in self.earlier:
             allowed = allowed & ~pattern.allows(i, j, self.scene)
+        return self._real(j, allowed)
+
+    def _real(self, j: Tensor, allowed: Tensor) -> Tensor:
+        """Without padded keys."""
         lengths = set(self.shape.lengths)
         if len(lengths) > 1:
             real = torch.tensor(self.shape.lengths, device=self.device).view(-1, *[1] * (j.ndim - 1))

@@ -56,7 +56,7 @@ class RandomBlocks(Pattern):
         drawn = self.table(scene)[:, first:last].flatten(1)
         positions = drawn[:, :, None] * self.block + torch.arange(self.block)
         positions = torch.where((drawn[:, :, None] >= 0) & (positions < scene.length), positions, -1)
-        return Cover((), (Pick(f"{self} {first} {last}", positions.flatten(1)[None]),))
+        return Cover((), (Pick(f"{self} {first} {last}", positions.flatten(1)[None], whole=last == first + 1),))
 
     def signature(self, low: int, high: int, keys: Range, scene: Scene) -> Hashable:
         """No two are alike."""

@@ -188,7 +188,7 @@ class Summary(Pattern):
 def _columns(block: int, width: int, length: int) -> Pick:
     at = torch.arange(length)
     columns = at[at % block >= block - width]
-    return Pick(f"summary {block} {width}", columns[None, None], ascending=True)
+    return Pick(f"summary {block} {width}", columns[None, None], ascending=True, whole=True)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Marked(Pattern):
         most = int(scene.marked.sum(1).max())
         order = torch.where(scene.marked, 0, 1).sort(dim=1, stable=True).indices[:, :most]
         real = scene.marked.gather(1, order)
-        return Cover((), (Pick("marked", torch.where(real, order, -1)[:, None]),))
+        return Cover((), (Pick("marked", torch.where(real, order, -1)[:, None], whole=True),))
 
     def signature(self, low: int, high: int, keys: Range, scene: Scene) -> Hashable:
         """Nothing where no example has a mark; else two examples differ."""
