@@ -90,7 +90,8 @@ def _obstacle(module: nn.Module, model: Any) -> str:
     if isinstance(getattr(module, CHILD, None), Attention):
         return f"it is {type(getattr(module, CHILD)).__name__} already; restore() that conversion first"
     if (version := _version()) < OLDEST:
-        return f"transformers is {version[0]}.{version[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed, pip install 'hasten[hub]'"
+        found, needed = (".".join(map(str, numbers)) for numbers in (version, OLDEST))
+        return f"transformers is {found}; {needed} or newer is needed, pip install 'hasten[hub]'"
     if model is None or getattr(module, "config", None) is None:
         return "it stands outside a PreTrainedModel, whose attention implementation could be set"
     if not model._can_set_attn_implementation():

@@ -6,7 +6,6 @@ as transformers makes it, (B, 1, T, S).
 """
 
 import inspect
-import math
 from functools import partial
 from typing import Any
 
@@ -88,8 +87,9 @@ def _attend(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if scaling is not None and not math.isclose(scaling * math.sqrt(query.shape[-1]), 1.0, rel_tol=1e-6):
-        query = query * (scaling * math.sqrt(query.shape[-1]))  # mechanisms divide by the square root themselves
+    rescaled = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5  # mechanisms divide by the root themselves
+    if abs(rescaled - 1.0) > 1e-6:
+        query = query * rescaled
     operator = mechanism.operator(query, key, _mask(attention_mask, causal, query, key))
     out = operator.apply(value).transpose(1, 2).contiguous()
     return out, operator.dense() if _wants_weights(given) else None
