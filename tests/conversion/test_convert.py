@@ -154,9 +154,16 @@ def test_nothing_changes_where_building_fails():
 def test_nothing_changes_where_putting_in_fails(monkeypatch: pytest.MonkeyPatch):
     model = encoder()
     before = list(model.modules())
-    monkeypatch.setattr("hasten.conversion.modules._keep_padded", lambda encoder: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    seen: list[nn.TransformerEncoder] = []
+
+    def fail_the_second_time(encoder: nn.TransformerEncoder) -> None:
+        seen.append(encoder)
+        assert len(seen) < 2
+
+    monkeypatch.setattr("hasten.conversion.modules._keep_padded", fail_the_second_time)
+    with pytest.raises(AssertionError):
         hasten.convert(model, FullSpec())
+    assert len(seen) == 2
     assert list(model.modules()) == before
 
 

@@ -102,9 +102,8 @@ def _obstacle(module: nn.Module, model: Any) -> str:
         return "it caps the scores (softcap), which mechanisms do not"
     if getattr(module, "sinks", None) is not None:
         return "it has attention sinks, which mechanisms do not take"
-    if (
-        not model._supports_sdpa
-    ):  # SDPA's masks leave causality to the module, so that elsewhere nothing checks what it says
+    # Masks for SDPA leave causality to the module; where there are none, nobody checks what the module says of it.
+    if not model._supports_sdpa:
         return f"{type(model).__name__} has eager attention only, and its modules do not say reliably what is causal"
     return _window(module)
 
@@ -116,8 +115,9 @@ def _version() -> tuple[int, int]:
 
 def _window(module: nn.Module) -> str:
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    kind = getattr(module, "layer_type", None) or (kinds[index] if kinds and index is not None else None)
+    kinds = getattr(config, "layer_types", None) or ()
+    listed = kinds[index] if index is not None and index < len(kinds) else None
+    kind = getattr(module, "layer_type", None) or listed
     if kind is not None:
         return "" if kind == "full_attention" else f"it is a layer of another kind ({kind})"
     if getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None):
