@@ -111,7 +111,9 @@ def n_blocks(length: int, size: int) -> int:
 def blocks(x: Float[Tensor, "B H S D"], size: int) -> Float[Tensor, "B H n size D"]:
     """Cut along time into blocks, with zeros after the end."""
     n = n_blocks(x.shape[2], size)
-    return F.pad(x, (0, 0, 0, n * size - x.shape[2])).unflatten(2, (n, size))
+    if torch.compiler.is_compiling() or n * size != x.shape[2]:
+        x = F.pad(x, (0, 0, 0, n * size - x.shape[2]))
+    return x.contiguous().unflatten(2, (n, size))
 
 
 def unblocked(x: Float[Tensor, "B H n size D"], length: int) -> Float[Tensor, "B H S D"]:
@@ -166,7 +168,10 @@ class LearntProjection(Projection):
 
     def mix(self, x: Float[Tensor, "B H S D"], count: Int[Tensor, "#B"], role: Role) -> Float[Tensor, "B H rows D"]:
         """E k or F v."""
-        return self.matrix(x.shape[2], role).to(x.dtype) @ x
+        matrix = self.matrix(x.shape[2], role).to(x.dtype)
+        if len(matrix) > 1:
+            return torch.einsum("hks,bhsd->bhkd", matrix, x)
+        return torch.einsum("ks,bhsd->bhkd", matrix[0], x)  # one product, of which no head makes its own gradient
 
     def readable(self, n_rows: int, count: Int[Tensor, "#B"]) -> None:
         """Every row."""
