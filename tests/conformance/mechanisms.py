@@ -33,6 +33,7 @@ from hasten.attention.compressed import CompressedSpec
 from hasten.attention.linformer import LinformerSpec
 from hasten.attention.lsh import LSHSpec
 from hasten.attention.patterns import parse
+from hasten.attention.sinkhorn import SinkhornSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 
 SIDES = ("right", "left", "interior")
@@ -187,6 +188,17 @@ CASES = (
     Case("linformer, layerwise", LinformerSpec(max_length=12, rank=12, sharing="layerwise")),
     Case("linformer, means", LinformerSpec(max_length=12, rank=5, projection="mean")),
     Case("linformer, convolutions", LinformerSpec(max_length=13, rank=4, projection="convolution")),
+    # Causally rows of the sorting are normalised over earlier blocks; a prefix alone is sorted in both directions.
+    Case("sinkhorn", SinkhornSpec(block=3, iterations=3), prefix=False),
+    Case("sinkhorn, one block", SinkhornSpec(block=16, iterations=1)),
+    Case("sinkhorn, cold", SinkhornSpec(block=2, tau=0.1, iterations=2), prefix=False),
+    Case(
+        "sinkhorn, learnt",
+        SinkhornSpec(block=3, iterations=3, max_blocks=4, n_heads=2, d_head=4),
+        prefix=False,
+        width=4,
+    ),
+    Case("sinkhorn, cut", SinkhornSpec(block=2, cut=2, iterations=3)),
 )
 
 # Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.
