@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
@@ -20,9 +21,8 @@ from hasten.attention.base import Operator, Weights
 from hasten.attention.masks import Mask, silence
 from hasten.attention.patterns.algebra import Pattern, Restriction, Scene, Union, walk
 from hasten.attention.patterns.block_grid import FULL, SOME, BlockGrid
-from hasten.attention.patterns.plan import Plan, Shape, resolved
+from hasten.attention.patterns.plan import resolved
 from hasten.attention.patterns.random_blocks import RandomBlocks
-from hasten.attention.patterns.run import Part
 from hasten.attention.patterns.shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.errors import UserError
 
@@ -245,12 +245,14 @@ class FlexOperator(Operator):
     ):
         self.mask, self.compiled = mask, compiled
         (batch, n_heads, n_queries, _), n_keys = q.shape, k.shape[2]
-        self.part = _arranged(mask, batch, n_heads, n_queries, n_keys)
-        self.q = self._take(q, queries=True)
-        self.k = self._take(silence(k, None if mask.silent else mask.keys), queries=False)
+        self.order = _order(mask)
+        # With every token among the queries, so that each has one that can change places with it.
+        self.front = 0 if self.order is None else max(0, n_keys - n_queries)
+        self.q = self._take(F.pad(q, (0, 0, self.front, 0)) if self.front else q)
+        self.k = self._take(silence(k, None if mask.silent else mask.keys))
         marked = mask.marked
-        if marked is not None and self.part.order is not None:
-            marked = marked.gather(1, self.part.order)
+        if marked is not None and self.order is not None:
+            marked = marked.gather(1, self.order)
         self.blocks = block_mask(
             pattern,
             self.q.shape[2],
@@ -267,7 +269,7 @@ class FlexOperator(Operator):
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
         """softmax over the pattern, times v."""
-        v = self._take(silence(v, None if self.mask.silent else self.mask.keys), queries=False)
+        v = self._take(silence(v, None if self.mask.silent else self.mask.keys))
         if self.compiled:
             out = _compiled()(self.q, self.k, v, block_mask=self.blocks)
         else:
@@ -284,38 +286,36 @@ class FlexOperator(Operator):
         scores = self.q.to(wide) @ self.k.to(wide).transpose(2, 3) / math.sqrt(width)
         empty = ~allowed.any(-1, keepdim=True)
         weights = scores.masked_fill(~(allowed | empty), -torch.inf).softmax(-1).masked_fill(~allowed, 0.0)
-        if self.part.order is not None:
-            back = self.part.order.argsort(1)[:, None, None].expand(weights.shape)
-            weights = weights.gather(3, back)
+        if self.order is not None:
+            weights = weights.gather(3, self.order.argsort(1)[:, None, None].expand(weights.shape))
         return self._put(weights.to(self.q.dtype))
 
     def materialised(self) -> Weights:
         """The weights as one matrix, T x S; padded values stay unread."""
         return Weights(self.dense(), None if self.mask.silent else self.mask.keys)
 
-    def _take(self, x: Tensor, *, queries: bool) -> Tensor:
-        """With real tokens first."""
-        if self.part.order is None:
-            return x
-        return self.part.take(x, queries=queries).view(*x.shape[:2], -1, x.shape[3])
+    def _take(self, x: Tensor) -> Tensor:
+        """(B, H, n, D) with real tokens first."""
+        return x if self.order is None else x.gather(2, self._places(x, self.order))
 
     def _put(self, out: Tensor) -> Tensor:
-        """Rows back in their places."""
-        if self.part.order is None:
+        """Rows back in their places, without those added in front."""
+        if self.order is None:
             return out
-        whole = out.new_empty(*out.shape[:2], out.shape[2] - self.part.front, out.shape[3])
-        self.part.put(out.flatten(0, 1), whole, queries=True)
-        return whole
+        return torch.empty_like(out).scatter(2, self._places(out, self.order), out)[:, :, self.front :]
+
+    def _places(self, x: Tensor, order: Tensor) -> Tensor:
+        """Where each row comes from: rows before the first token stay."""
+        before = x.shape[2] - order.shape[1]
+        stay = torch.arange(before, device=x.device).expand(len(order), -1)
+        return torch.cat((stay, order + before), 1)[:, None, :, None].expand(x.shape)
 
 
-def _arranged(mask: Mask, batch: int, n_heads: int, n_queries: int, n_keys: int) -> Part:
-    """The order in which real tokens come first; none where they do."""
-    order, front = None, 0
-    if mask.keys is not None and bool((mask.keys[:, 1:] & ~mask.keys[:, :-1]).any()):
-        order = (~mask.keys).to(torch.uint8).sort(dim=1, stable=True).indices
-        front = max(0, n_keys - n_queries)
-    nothing = Plan(Shape(batch, n_heads, n_queries, n_keys, (n_keys,)), (), False)
-    return Part(nothing, None, order, front)
+def _order(mask: Mask) -> Tensor | None:
+    """Tokens (B, S) with the real ones first; None where they are."""
+    if mask.keys is None or not bool((mask.keys[:, 1:] & ~mask.keys[:, :-1]).any()):
+        return None
+    return (~mask.keys).to(torch.uint8).sort(dim=1, stable=True).indices
 
 
 @lru_cache(maxsize=1)
