@@ -30,9 +30,14 @@ from hasten.attention import (
 )
 from hasten.attention.base import Weights
 from hasten.attention.compressed import CompressedSpec
+from hasten.attention.efficient import EfficientSpec
+from hasten.attention.linear import LinearSpec
 from hasten.attention.linformer import LinformerSpec
 from hasten.attention.lsh import LSHSpec
 from hasten.attention.patterns import parse
+from hasten.attention.performer import PerformerSpec
+from hasten.attention.rfa import RFASpec
+from hasten.attention.routing import RoutingSpec
 from hasten.attention.sinkhorn import SinkhornSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 
@@ -155,11 +160,13 @@ CASES = (
         HeadsSpec(groups=(HeadGroup(heads=1, attention=LocalSpec(left=1)), HeadGroup(heads=1, attention=FullSpec()))),
     ),
     # A token reads itself only where nobody else may be read.
-    Case("lsh", LSHSpec(chunk=2, buckets=4), itself=False),
-    Case("lsh, across buckets", LSHSpec(chunk=2, rounds=2, buckets=4, attend_across_buckets=True), itself=False),
-    Case("lsh, shorter than a chunk", LSHSpec(rounds=2), itself=False),
-    Case("lsh, strict", LSHSpec(chunk=3, rounds=3, buckets=2, strict=True), itself=False),
-    Case("lsh, strict, two factors", LSHSpec(chunk=5, rounds=4, buckets=72, strict=True), itself=False),
+    Case("lsh", LSHSpec(chunk=2, rounds=2, buckets=4), itself=False),
+    Case("lsh, across buckets", LSHSpec(chunk=2, rounds=1, buckets=4, attend_across_buckets=True), itself=False),
+    Case("lsh, shorter than a chunk", LSHSpec(rounds=1), itself=False),
+    Case("lsh, strict", LSHSpec(chunk=3, rounds=2, buckets=2, strict=True), itself=False),
+    Case("routing", RoutingSpec(clusters=3), equivariant=True),
+    Case("routing, keys of their own", RoutingSpec(clusters=4, window=3, shared_qk=False), equivariant=True),
+    Case("routing, strict", RoutingSpec(clusters=2, window=3, strict=True)),
     *(
         # Places are counted in the tensor, so padding may only stand where it moves none.
         Case(
@@ -183,6 +190,19 @@ CASES = (
     Case("compressed, averaged", CompressedSpec(values="average", stride=2, kernel=3), prefix=False, itself=False),
     Case("compressed and local", CompressedSpec(values="average", local=4)),
     Case("compressed and local, overlapping", CompressedSpec(stride=2, kernel=4, local=3)),
+    Case("linear", LinearSpec(), equivariant=True),
+    Case("linear, relu", LinearSpec(feature="relu"), equivariant=True),
+    Case("efficient", EfficientSpec(), equivariant=True),
+    Case("performer", PerformerSpec(features=24, d_head=16), equivariant=True),
+    Case("performer, one feature", PerformerSpec(features=1, d_head=16), equivariant=True),
+    Case(
+        "performer, symmetric, regularised",
+        PerformerSpec(features=19, d_head=16, symmetric=True, regularised=True),
+        equivariant=True,
+    ),
+    Case("rfa", RFASpec(features=16, d_head=16), equivariant=True),
+    Case("rfa, sharp", RFASpec(features=32, d_head=16, sigma=2.0), equivariant=True),
+    Case("rfa, gate", RFASpec(features=16, d_head=16, gate=True, n_heads=2)),
     Case("linformer", LinformerSpec(max_length=12, rank=4)),
     Case("linformer, by head", LinformerSpec(max_length=12, rank=5, sharing="none", n_heads=2)),
     Case("linformer, layerwise", LinformerSpec(max_length=12, rank=12, sharing="layerwise")),

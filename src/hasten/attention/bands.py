@@ -87,7 +87,7 @@ class Bands(Tiles):
 
     def _tile(self, order: Int[Tensor, "rounds S N"], tile: int, back: int) -> None:
         """Cut the sorted tokens into tiles; beyond both ends stands the idle row."""
-        rounds, sheets, length = order.shape
+        sheets, length = order.shape[1:]
         traced = torch.compiler.is_compiling()
         if not traced and length <= tile:
             tile, back = length, 0
@@ -99,16 +99,20 @@ class Bands(Tiles):
         padded = padded + torch.arange(sheets, device=order.device)[:, None] * (length + 1)
         window = torch.arange(n_tiles, device=order.device)[:, None] * tile
         window = window + torch.arange(back + tile, device=order.device)
-        self.keys = padded[:, :, window].flatten(1, 2)
-        self.queries = self.keys[:, :, back:]
+        self._keys = padded[:, :, window].flatten(1, 2)
+        self.queries, self.n_keys = self._keys[:, :, back:], back + tile
 
-    def forbidden(self, turn: int, part: slice) -> Float[Tensor, "p I J"]:
+    def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
+        """The tokens before the queries in order, and these."""
+        return self._keys[turn, part]
+
+    def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
         """Outside of the span, in an earlier round's span, later, or the token itself.
 
         Codes and ages are whole numbers, so what is to be positive is at least 1/2. Arithmetic on them is several
         times faster on a CPU than comparisons and truth values.
         """
-        rows, cols = self.queries[turn, part], self.keys[turn, part]
+        rows = self.queries[turn, part]
         middle = (self._span - 1) / 2
         out = self._distances(turn, rows, cols, middle).sub_(middle).relu_()
         for earlier in range(turn):

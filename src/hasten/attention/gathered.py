@@ -15,31 +15,38 @@ from hasten.attention.masks import silence
 
 FORBIDDEN = -1e30  # times a positive number of at most 1e8: finite in float32, and nothing beside any score
 _BITS = math.log2(math.e)
-_GROUP = 2**17  # scores computed at a time, so that a few tensors of them stay in the cache of a core
+_ALL = slice(None)
+_GROUP = 2**18  # scores computed at a time, so that a few tensors of them stay in the cache of a core
 
 
 class Tiles(ABC):
     """Which rows are multiplied with which.
 
     Rows are positions of flat tensors (R, D), R = sheets * (N + 1): every sheet (a head of a sentence) ends with an
-    idle row, which stands wherever a tile is not full. queries (turns, P, I) and keys (turns, P, J) hold rows: tile
-    (t, p) is I x J scores. Within a turn no row but idle ones is a query twice. `own` is added to a row's score with
-    itself, which is no part of any tile.
+    idle row, which stands wherever a tile is not full. queries (turns, P, I) holds rows: tile (t, p) is a block of
+    scores of I of them with `n_keys` others. Within a turn no row but idle ones is a query twice. `own` is added to a
+    row's score with itself, which is no part of any tile.
     """
 
     queries: Int[Tensor, "turns P I"]
-    keys: Int[Tensor, "turns P J"]
+    n_keys: int
     own: float
 
     @abstractmethod
-    def forbidden(self, turn: int, part: slice) -> Float[Tensor, "p I J"]:
-        """Positive where a pair of these tiles must not be read, else 0. It must be for a row and itself, and in all
-        tiles but one for a pair that several tiles hold."""
+    def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
+        """The key rows of some tiles of a turn."""
+
+    @abstractmethod
+    def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
+        """Positive, at most 1e8, where a pair of these tiles, with keys `cols`, must not be read, else 0.
+
+        It must not be for a row and itself, and in all tiles but one for a pair that several tiles hold.
+        """
 
     def parts(self) -> Iterator[tuple[int, slice]]:
         """All tiles, a few at a time."""
         turns, n_tiles, size = self.queries.shape
-        group = max(1, _GROUP // (size * self.keys.shape[2]))
+        group = max(1, _GROUP // (size * self.n_keys))
         for turn in range(turns):
             for start in range(0, n_tiles, group):
                 yield turn, slice(start, start + group)
@@ -62,16 +69,18 @@ def _own(q: Tensor, k: Tensor, tiles: Tiles) -> Float[Tensor, "R"]:
 
 def _plainly(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
     """All tiles of a turn at once."""
-    own, scores = _own(q, k, tiles), []
+    own, turns = _own(q, k, tiles), []
     top = own.detach()
-    for turn, (rows, cols) in enumerate(zip(tiles.queries.unbind(), tiles.keys.unbind(), strict=True)):
-        products = q[rows] @ k[cols].transpose(1, 2) / math.sqrt(q.shape[-1])
-        scores.append(products + FORBIDDEN * tiles.forbidden(turn, slice(None)))
-        top = top.scatter_reduce(0, rows.flatten(), scores[-1].detach().amax(-1).flatten(), "amax")
+    for turn, rows in enumerate(tiles.queries.unbind()):
+        cols = tiles.keys(turn, _ALL)
+        scores = q[rows] @ k[cols].transpose(1, 2) / math.sqrt(q.shape[-1])
+        scores = scores + FORBIDDEN * tiles.forbidden(turn, _ALL, cols)
+        top = top.scatter_reduce(0, rows.flatten(), scores.detach().amax(-1).flatten(), "amax")
+        turns.append((rows, cols, scores))
     total = (own - top).exp()
     out = total[:, None] * v
-    for rows, cols, score in zip(tiles.queries.unbind(), tiles.keys.unbind(), scores, strict=True):
-        weights = (score - top[rows][..., None]).exp()
+    for rows, cols, scores in turns:
+        weights = (scores - top[rows][..., None]).exp()
         out = out.index_add(0, rows.flatten(), (weights @ v[cols]).flatten(0, 1))
         total = total.index_add(0, rows.flatten(), weights.sum(-1).flatten())
     return out / total[:, None]
@@ -88,21 +97,22 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
         """Sums and log-sum-exp of every row, over tiles."""
         with torch.autocast(q.device.type, enabled=False):
-            out, total = v.clone(), _own(q, k, tiles).mul_(_BITS)
+            own = _own(q, k, tiles).mul_(_BITS)
+            out, total = v.clone(), own.clone()
             for turn, part in tiles.parts():
-                rows, cols = tiles.queries[turn, part].flatten(), tiles.keys[turn, part]
-                weights = _scores(_rows(q, tiles.queries[turn, part]), _rows(k, cols), tiles, turn, part)
-                top = weights.amax(-1)
+                rows, cols = tiles.queries[turn, part], tiles.keys(turn, part)
+                weights = _scores(_rows(q, rows), _rows(k, cols), tiles.forbidden(turn, part, cols))
+                top, rows = weights.amax(-1), rows.flatten()
                 weights.sub_(top[..., None]).exp2_()
                 sums = weights.sum(-1)
                 mixed = torch.bmm(weights, _rows(v, cols)).flatten(0, 1)
                 old = total.index_select(0, rows)
-                both = torch.logaddexp2(old, top.add_(sums.log2()).flatten())
-                mixed.mul_((top.flatten() - both).exp2_().div_(sums.flatten())[:, None])
+                both = torch.logaddexp2(old, (top + sums.log2()).flatten())
+                mixed.mul_((top.flatten() - both).exp2_()[:, None])
                 mixed.addcmul_(out.index_select(0, rows), (old - both).exp2_()[:, None])
                 out.index_copy_(0, rows, mixed)
                 total.index_copy_(0, rows, both)
-        ctx.save_for_backward(q, k, v, out, total)
+        ctx.save_for_backward(q, k, v, out, own.sub_(total).exp2_(), total)
         ctx.tiles = tiles
         return out
 
@@ -110,34 +120,34 @@ class _Blockwise(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """d score = p (dp - sum(p dp)), with p from scores computed again."""
-        (q, k, v, out, total), (d_out,) = ctx.saved_tensors, gradients
+        (q, k, v, out, own, total), (d_out,) = ctx.saved_tensors, gradients
         scale, tiles = 1 / math.sqrt(q.shape[-1]), ctx.tiles
         with torch.autocast(q.device.type, enabled=False):
             d_out = d_out.contiguous()
             mean = (d_out * out).sum(-1)
-            p = _own(q, k, tiles).mul_(_BITS).sub_(total).exp2_()
-            d_score = ((d_out * v).sum(-1) - mean) * p * scale
-            d_q, d_k, d_v = d_score[:, None] * k, d_score[:, None] * q, p[:, None] * d_out
+            d_score = ((d_out * v).sum(-1) - mean) * own
+            d_q, d_k, d_v = d_score[:, None] * k, d_score[:, None] * q, own[:, None] * d_out
             for turn, part in tiles.parts():
-                rows, cols = tiles.queries[turn, part], tiles.keys[turn, part]
+                rows, cols = tiles.queries[turn, part], tiles.keys(turn, part)
                 q_rows, k_rows, d_rows = _rows(q, rows), _rows(k, cols), _rows(d_out, rows)
-                p = _scores(q_rows, k_rows, tiles, turn, part).sub_(total[rows][..., None]).exp2_()
-                d_v.index_add_(0, cols.flatten(), torch.bmm(p.transpose(1, 2), d_rows).flatten(0, 1))
+                p = _scores(q_rows, k_rows, tiles.forbidden(turn, part, cols))
+                p.sub_(total[rows][..., None]).exp2_()
                 d_scores = torch.bmm(d_rows, _rows(v, cols).transpose(1, 2))
                 d_scores.sub_(mean[rows][..., None]).mul_(p)
-                d_q.index_add_(0, rows.flatten(), torch.bmm(d_scores, k_rows).flatten(0, 1), alpha=scale)
-                d_keys = torch.bmm(d_scores.transpose(1, 2), q_rows).flatten(0, 1)
-                d_k.index_add_(0, cols.flatten(), d_keys, alpha=scale)
-        return d_q, d_k, d_v, None
+                rows, cols = rows.flatten(), cols.flatten()
+                d_q.index_add_(0, rows, torch.bmm(d_scores, k_rows).flatten(0, 1))
+                d_k.index_add_(0, cols, torch.bmm(d_scores.transpose(1, 2), q_rows).flatten(0, 1))
+                d_v.index_add_(0, cols, torch.bmm(p.transpose(1, 2), d_rows).flatten(0, 1))
+        return d_q.mul_(scale), d_k.mul_(scale), d_v, None
 
 
 def _rows(x: Float[Tensor, "R D"], rows: Int[Tensor, "p n"]) -> Float[Tensor, "p n D"]:
     return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[1])
 
 
-def _scores(q: Tensor, k: Tensor, tiles: Tiles, turn: int, part: slice) -> Float[Tensor, "p I J"]:
-    """The scores of some tiles, in bits, from their queries and keys."""
-    forbidden, scale = tiles.forbidden(turn, part), _BITS / math.sqrt(q.shape[-1])
+def _scores(q: Tensor, k: Tensor, forbidden: Float[Tensor, "p I J"]) -> Float[Tensor, "p I J"]:
+    """The scores of some tiles, in bits, in the place of what is forbidden."""
+    scale = _BITS / math.sqrt(q.shape[-1])
     return torch.baddbmm(forbidden, q, k.transpose(1, 2), beta=FORBIDDEN, alpha=scale, out=forbidden)
 
 
@@ -162,8 +172,9 @@ class TileOperator(Operator):
         keys: Bool[Tensor, "B N"] | None,
         dtype: torch.dtype,
     ):
-        self.q, self.k, self.tiles, self.keys, self.dtype = flat(q), flat(k), tiles, keys, dtype
-        self.sheets = q.shape[:3]
+        self.q = flat(q)
+        self.k = self.q if k is q else flat(k)
+        self.tiles, self.keys, self.dtype, self.sheets = tiles, keys, dtype, q.shape[:3]
 
     def apply(self, v: Float[Tensor, "B H N V"]) -> Float[Tensor, "B H N V"]:
         """Mixed values, in their own type."""

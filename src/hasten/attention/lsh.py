@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hasten.attention.bands import PENALTY, Bands, Chunks, Recent, Rule
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
+from hasten.attention.gathered import TileOperator, widened
 from hasten.attention.masks import Mask, silence
 from hasten.attention.rings import Members, RingStep
-from hasten.attention.gathered import TileOperator, widened
 from hasten.errors import UserError
 from hasten.fields import PositiveInt, Seed, Spec
 

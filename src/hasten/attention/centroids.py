@@ -1,0 +1,92 @@
+"""Centroids of tokens on a sphere, moved by an exponential average of their tokens' means (online k-means)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from hasten.errors import UserError
+from hasten.nn.loss import LossTerm
+
+
+class Centroids(nn.Module):
+    """Unit vectors mu (heads, clusters, D). A token x belongs to argmax_c x . mu_c, the first of equals.
+
+    In training `learn` sums the tokens of every cluster, as unit vectors, and `update`, once per step of the optimiser,
+    moves mu <- decay mu + (1 - decay) mean of its tokens, then makes it a unit vector again; a cluster without tokens
+    stays. Means, not sums: these would weigh a centroid by the number of its tokens. Processes that train together add
+    their sums first. Fewer heads and narrower tokens use the first rows and columns.
+    Errors: `UserError` for more heads or wider ones. Source: Roy et al., 2021, section 4.1, which adds sums.
+    """
+
+    vectors: Tensor
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, n_heads: int, clusters: int, width: int, *, decay: float, commitment: float, seed: int):
+        super().__init__()
+        self.decay, self.commitment, self.clusters, self._used = decay, commitment, clusters, width
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("vectors", F.normalize(torch.randn(n_heads, clusters, width, generator=generator), dim=-1))
+        self.register_buffer("sums", torch.zeros(n_heads, clusters, width), persistent=False)
+        self.register_buffer("counts", torch.zeros(n_heads, clusters), persistent=False)
+
+    def of(self, x: Float[Tensor, "B H N D"]) -> Float[Tensor, "H clusters D"]:
+        """The centroids for tokens such as these."""
+        n_heads, _, width = self.vectors.shape
+        if x.shape[1] > n_heads or x.shape[3] > width:
+            raise UserError(
+                f"routing: made for at most {n_heads} heads of width {width}, got {x.shape[1]} of {x.shape[3]}; "
+                "raise n_heads and d_head"
+            )
+        return F.normalize(self.vectors[: x.shape[1], :, : x.shape[3]].to(x.dtype), dim=-1)
+
+    @torch.no_grad()
+    def nearness(self, x: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N clusters"]:
+        """x . mu."""
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ self.of(x).transpose(1, 2)
+
+    def learn(
+        self,
+        tokens: Sequence[tuple[Float[Tensor, "B H N D"], Int[Tensor, "B H N"]]],
+        real: Bool[Tensor, "B N"],
+    ) -> tuple[LossTerm, ...]:
+        """In training: count real tokens, each with its cluster, in for the next update; the loss of their distance.
+
+        Tokens come on the sphere of radius sqrt(D). The loss is the mean of |x / sqrt(D) - mu|^2.
+        """
+        if not self.training:
+            return ()
+        total = torch.zeros((), device=real.device)
+        for x, cluster in tokens:
+            unit, heads = x / math.sqrt(x.shape[3]), torch.arange(x.shape[1], device=x.device)[:, None]
+            self._collect(unit, cluster, real)
+            distance = (unit - self.of(x)[heads, cluster]).square().sum(-1)
+            total = total + (distance * real[:, None]).sum()
+        count = real.sum() * (len(tokens) * tokens[0][0].shape[1])
+        return (LossTerm(total, count, self.commitment),) if self.commitment else ()
+
+    @torch.no_grad()
+    def _collect(self, x: Float[Tensor, "B H N D"], cluster: Int[Tensor, "B H N"], real: Bool[Tensor, "B N"]) -> None:
+        chosen = F.one_hot(cluster, self.clusters).to(x.dtype) * real[:, None, :, None]
+        n_heads, self._used = x.shape[1], x.shape[3]
+        self.sums[:n_heads, :, : self._used] += torch.einsum("bhnc,bhnd->hcd", chosen, x).to(self.sums.dtype)
+        self.counts[:n_heads] += chosen.sum((0, 2)).to(self.counts.dtype)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the centroids to what was gathered since the last update, in all processes."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.sums)
+            torch.distributed.all_reduce(self.counts)
+        counts, used = self.counts[..., None], slice(self._used)
+        mean = self.sums[..., used] / counts.clamp_min(1)
+        old = F.normalize(self.vectors[..., used], dim=-1)
+        moved = F.normalize(self.decay * old + (1 - self.decay) * mean, dim=-1)
+        self.vectors[..., used] = torch.where(counts > 0, moved, old)
+        self.sums.zero_()
+        self.counts.zero_()
