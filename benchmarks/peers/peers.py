@@ -31,7 +31,8 @@ REFUSALS = (Unsupported,)
 class Peer:
     """A peer: its package, what it is set to, how it is built; and what sizes it takes.
 
-    causal: whether it can be. multiple: lengths are multiples of that. shortest: the shortest length.
+    causal: whether it can be. multiple: lengths are multiples of that. shortest: the shortest length. core: its
+    attention alone, from q, k, v (B, H, N, D), where the package offers that as a module.
     """
 
     package: str
@@ -40,6 +41,7 @@ class Peer:
     causal: bool
     multiple: int = 1
     shortest: int = 1
+    core: Callable[[Sizes], nn.Module] | None = None
 
 
 class First(nn.Module):
@@ -66,6 +68,34 @@ class TorchAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x, need_weights=False, attn_mask=self.mask, is_causal=self.mask is not None)[0]
+
+
+class TorchCore(nn.Module):
+    """`scaled_dot_product_attention` itself."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.causal = sizes["causal"]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+def _local_core(exact: bool) -> Callable[[Sizes], nn.Module]:
+    def make(sizes: Sizes) -> nn.Module:
+        from local_attention import LocalAttention
+
+        return LocalAttention(
+            window_size=256,
+            causal=sizes["causal"],
+            look_backward=1,
+            look_forward=0 if sizes["causal"] else 1,
+            exact_windowsize=exact,
+            autopad=True,
+            use_rotary_pos_emb=False,
+        )
+
+    return make
 
 
 class Longformer(nn.Module):
@@ -174,18 +204,20 @@ _routing = _of(
     causal=_causal,
 )
 PEERS = {
-    "torch-sdpa": Peer("torch", "nn.MultiheadAttention", TorchAttention, causal=True),
+    "torch-sdpa": Peer("torch", "nn.MultiheadAttention", TorchAttention, causal=True, core=TorchCore),
     "local-attention": Peer(
         "local-attention",
         "LocalMHA, window 256 each side, exact",
         _of("local_attention.transformer", "LocalMHA", exact_windowsize=True, **_local),
         causal=True,
+        core=_local_core(True),
     ),
     "local-attention-blocked": Peer(
         "local-attention",
         "LocalMHA, window 256 in whole blocks",
         _of("local_attention.transformer", "LocalMHA", exact_windowsize=False, **_local),
         causal=True,
+        core=_local_core(False),
     ),
     "linear-attention-transformer": Peer(
         "linear-attention-transformer",
@@ -280,8 +312,8 @@ def facts(name: str) -> dict[str, Any]:
 def build(name: str, sizes: Sizes) -> nn.Module:
     """The peer at these sizes."""
     peer, length = PEERS[name], sizes["length"]
-    if sizes["level"] != "module":
-        raise Unsupported("peers are modules with projections: they take part at --level module")
+    if sizes["level"] == "core" and peer.core is None:
+        raise Unsupported("it is a module with projections: it takes part at --level module")
     if sizes["causal"] and not peer.causal:
         raise Unsupported("it cannot be causal")
     if length % peer.multiple:
@@ -290,6 +322,8 @@ def build(name: str, sizes: Sizes) -> nn.Module:
         raise Unsupported(f"its lengths begin at {peer.shortest}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that nobody maintains: none is about a result
+        if sizes["level"] == "core" and peer.core is not None:
+            return peer.core(sizes)
         return peer.make(sizes, sizes["heads"] * sizes["width"])
 
 
@@ -297,9 +331,12 @@ def check(name: str, sizes: Sizes) -> str:
     """Peers have no reference: only that an output is finite and of the input's shape."""
     length = max(512, PEERS[name].multiple, -(-PEERS[name].shortest // 64) * 64)
     module = build(name, {**sizes, "length": length, "batch": 1}).eval()
-    x = torch.randn(1, length, sizes["heads"] * sizes["width"], generator=torch.Generator().manual_seed(0))
+    shape = (1, length, sizes["heads"] * sizes["width"])
+    if sizes["level"] == "core":
+        shape = (1, sizes["heads"], length, sizes["width"])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        out = module(x)
+        out = module(x, x, x) if sizes["level"] == "core" else module(x)
     if out.shape != x.shape:
         return f"its output is {tuple(out.shape)} for an input of {tuple(x.shape)}"
     return "" if out.isfinite().all() else "its output is not finite"

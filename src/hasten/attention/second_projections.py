@@ -15,7 +15,7 @@ from hasten.attention.multihead import CrossState, MultiHeadAttention, SelfState
 from hasten.attention.packed import unpack
 from hasten.attention.patterns.algebra import Causal, walk
 from hasten.attention.patterns.attention import PatternAttention, PatternOperator
-from hasten.attention.patterns.shapes import Global, Marked, MarkedRows
+from hasten.attention.patterns.global_shapes import Global, Marked, MarkedRows
 from hasten.errors import UserError
 
 _EVERYTHING = Mask()

@@ -3,8 +3,9 @@
 from hasten.attention.patterns.algebra import Causal, Everything, Pattern, Scene
 from hasten.attention.patterns.attention import PatternAttention, PatternOperator
 from hasten.attention.patterns.expression import parse
+from hasten.attention.patterns.global_shapes import External, Global, Marked
 from hasten.attention.patterns.random_blocks import RandomBlocks
-from hasten.attention.patterns.shapes import Blocks, External, Global, Local, Marked, Strided, Summary
+from hasten.attention.patterns.shapes import Blocks, Local, Strided, Summary
 
 __all__ = [
     "Blocks",

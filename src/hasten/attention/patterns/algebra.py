@@ -290,9 +290,9 @@ class Causal(Pattern):
         return True
 
 
-def at_least(name: str, pattern: object, **least: int) -> None:
+def at_least(pattern: object, least: dict[str, int]) -> None:
     """Refuse fields of a shape that are no whole numbers from their least value."""
     for key, low in least.items():
         value = getattr(pattern, key)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= 2**31:
-            raise UserError(f"{name}: {key} is {value!r}; give a whole number from {low}")
+            raise UserError(f"{type(pattern).__name__}: {key} is {value!r}; give a whole number from {low}")

@@ -10,10 +10,10 @@ from hasten.attention.base import Attention, Operator, State, StepOperator, Trai
 from hasten.attention.masks import Mask, silence
 from hasten.attention.patterns.algebra import Pattern, Scene, walk
 from hasten.attention.patterns.decoding import KeptKeys, step_over
+from hasten.attention.patterns.global_shapes import External, Marked
 from hasten.attention.patterns.plan import resolved
 from hasten.attention.patterns.random_blocks import RandomBlocks
 from hasten.attention.patterns.run import Call, attention_op, run
-from hasten.attention.patterns.shapes import External, Marked
 from hasten.errors import UserError
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hasten.attention.patterns.algebra import ALL, NONE, Pattern, Restriction, Scene, Union
 from hasten.attention.patterns.cover import Range, clipped
-from hasten.attention.patterns.shapes import Marked, MarkedRows, Shifted
+from hasten.attention.patterns.global_shapes import Marked, MarkedRows, Shifted
 
 EMPTY, SOME, FULL = 0, 1, 2
 """Blocks in which no pair, some pairs or all pairs are allowed."""

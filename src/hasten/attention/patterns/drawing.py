@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.attention.patterns.algebra import ALL, NONE, Pattern, Scene
 from hasten.attention.patterns.cover import Cover, Pick, Range, clipped
-from hasten.attention.patterns.shapes import Marked
+from hasten.attention.patterns.global_shapes import Marked
 from hasten.attention.patterns.work import Group, Piece, Shape, Stretch, Tile
 
 

@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from hasten.attention.patterns.algebra import Causal, Everything, Pattern
+from hasten.attention.patterns.global_shapes import External, Global, Marked
 from hasten.attention.patterns.random_blocks import RandomBlocks
-from hasten.attention.patterns.shapes import Blocks, External, Global, Local, Marked, Strided, Summary
+from hasten.attention.patterns.shapes import Blocks, Local, Strided, Summary
 from hasten.errors import UserError
 
 SHAPES: tuple[type[Pattern], ...] = (

@@ -21,9 +21,9 @@ from hasten.attention.base import Operator, Weights
 from hasten.attention.masks import Mask, silence
 from hasten.attention.patterns.algebra import Pattern, Restriction, Scene, Union, walk
 from hasten.attention.patterns.block_grid import FULL, SOME, BlockGrid
+from hasten.attention.patterns.global_shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.attention.patterns.plan import resolved
 from hasten.attention.patterns.random_blocks import RandomBlocks
-from hasten.attention.patterns.shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.errors import UserError
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

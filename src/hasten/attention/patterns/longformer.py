@@ -5,7 +5,8 @@ from typing import Literal
 
 from hasten.attention.patterns.algebra import Pattern
 from hasten.attention.patterns.attention import PatternAttention
-from hasten.attention.patterns.shapes import Global, Local, Marked
+from hasten.attention.patterns.global_shapes import Global, Marked
+from hasten.attention.patterns.shapes import Local
 from hasten.fields import NonNegativeInt, PositiveInt, Share, Spec
 
 

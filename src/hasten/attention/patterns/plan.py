@@ -13,7 +13,7 @@ import torch
 
 from hasten.attention.patterns.algebra import Pattern, Restriction, Scene, Union
 from hasten.attention.patterns.drawing import Drawing
-from hasten.attention.patterns.shapes import External, Global, Marked, MarkedRows, Shifted
+from hasten.attention.patterns.global_shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.attention.patterns.work import Group, Plan, Shape
 
 

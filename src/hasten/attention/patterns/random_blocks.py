@@ -32,7 +32,7 @@ class RandomBlocks(Pattern):
     past: bool = False
 
     def __post_init__(self) -> None:
-        at_least("RandomBlocks", self, blocks=1, block=1, seed=0, near=-1)
+        at_least(self, {"blocks": 1, "block": 1, "seed": 0, "near": -1})
         for name in ("ends", "past"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"RandomBlocks: {name} is {getattr(self, name)!r}; give True or False")

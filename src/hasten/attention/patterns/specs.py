@@ -6,8 +6,9 @@ from typing import Literal
 from hasten.attention.patterns.algebra import Pattern
 from hasten.attention.patterns.attention import PatternAttention
 from hasten.attention.patterns.expression import parse
+from hasten.attention.patterns.global_shapes import External, Global
 from hasten.attention.patterns.random_blocks import RandomBlocks
-from hasten.attention.patterns.shapes import Blocks, External, Global, Local
+from hasten.attention.patterns.shapes import Blocks, Local
 from hasten.fields import NonNegativeInt, PositiveInt, Seed, Share, Spec
 
 

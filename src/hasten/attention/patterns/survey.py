@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hasten.attention.patterns.algebra import Pattern, Restriction, Scene, Union, walk
 from hasten.attention.patterns.cover import Cover, Range, clipped
+from hasten.attention.patterns.global_shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.attention.patterns.plan import terms
 from hasten.attention.patterns.random_blocks import RandomBlocks
-from hasten.attention.patterns.shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.errors import UserError
 
 _ROWS = 64
