@@ -34,6 +34,7 @@ from hasten.attention.efficient import EfficientSpec
 from hasten.attention.linear import LinearSpec
 from hasten.attention.linformer import LinformerSpec
 from hasten.attention.lsh import LSHSpec
+from hasten.attention.nystrom import NystromSpec
 from hasten.attention.patterns import parse
 from hasten.attention.performer import PerformerSpec
 from hasten.attention.rfa import RFASpec
@@ -219,6 +220,9 @@ CASES = (
         width=4,
     ),
     Case("sinkhorn, cut", SinkhornSpec(block=2, cut=2, iterations=3)),
+    Case("nystrom", NystromSpec(landmarks=3)),
+    Case("nystrom, a landmark a token", NystromSpec(landmarks=16, iterations=3)),
+    Case("nystrom with a convolution", NystromSpec(landmarks=4, residual=3)),
 )
 
 # Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.
