@@ -141,7 +141,7 @@ class CompressedAttention(Attention):
             far = self.compressor.keys(packing.pack(wide(k)), self.compressor.n_groups(n_keys))
         places = torch.arange(q.shape[2], device=q.device)[None, None] + (n_keys - q.shape[2])
         allowed = _readable(self.compressor, packing, mask.causal, places)
-        read = _Fused(FullOperator(wide(q), far, Mask(allowed=allowed), 0.0))
+        read = _Groups(FullOperator(wide(q), far, Mask(allowed=allowed), 0.0))
         return CompressedOperator(read, self.compressor, packing, Packing(None, q.shape[2], q.device), q)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
@@ -156,7 +156,7 @@ class CompressedAttention(Attention):
         with torch.autocast(q.device.type, enabled=False):
             keys, _ = _grow(self.compressor, 1, keys, wide(k), self.compressor.keys)
         mask = Mask(allowed=_complete(self.compressor, keys, q.shape[2])[None, None])
-        return CompressedStep(_Fused(FullOperator(wide(q), keys.done, mask, 0.0)), self.compressor, 1), keys
+        return CompressedStep(_Groups(FullOperator(wide(q), keys.done, mask, 0.0)), self.compressor, 1), keys
 
 
 class CompressedLocalAttention(Attention):
@@ -164,7 +164,7 @@ class CompressedLocalAttention(Attention):
 
     Block u holds the tokens u local .. (u + 1) local - 1, counted over real ones, of which a causal query reads those
     up to itself; K and V are as in `CompressedAttention`, and one softmax runs over both. Self-attention only.
-    Cost and memory O(T S / stride + T local), since scores are formed.
+    Cost O(S^2 / stride + S local); memory O(S^2 D / (stride local)), since each block has the groups beside its tokens.
     Source: Liu et al., 2018, section 4.2.3, which alternates layers of the two kinds.
     """
 
@@ -173,23 +173,24 @@ class CompressedLocalAttention(Attention):
         self.compressor, self.local, self.traits = compressor, local, _traits(compressor, elsewhere=False)
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "CompressedOperator":
-        """The softmax map over groups and own blocks, its weights formed."""
+        """The softmax map over groups and own blocks; its weights are not formed unless asked for."""
         self.check(q, k, mask)
         self.compressor.check(q)
         packing, size, length = Packing(mask.keys, k.shape[2], k.device), self.local, k.shape[2]
         with torch.autocast(q.device.type, enabled=False):
-            packed, queries = packing.pack(wide(k)), blocks(packing.rank(wide(q)) / math.sqrt(q.shape[3]), size)
+            packed, queries = packing.pack(wide(k)), blocks(packing.rank(wide(q)), size)
             far, near = self.compressor.keys(packed, self.compressor.n_groups(length)), blocks(packed, size)
-            scores = (queries @ far[:, :, None].transpose(-1, -2), queries @ near.transpose(-1, -2))
-            shape = (near.shape[2], size)
-            places = F.pad(packing.order, (0, shape[0] * size - length), value=-1).unflatten(1, shape)
-            ranks = torch.arange(shape[0] * size, device=q.device).unflatten(0, shape)
-            own = (ranks < packing.count[:, None, None])[:, :, None]
-            own = own & (places[:, :, None] <= places[..., None]) if mask.causal else own
-            groups = _readable(self.compressor, packing, mask.causal, places)
-            allowed = torch.cat([x.expand(-1, *shape, -1) for x in (groups, own)], dim=-1)
-            weights = weigh(torch.cat(scores, dim=-1), allowed[:, None])
-        return CompressedOperator(_Formed(weights, size, length), self.compressor, packing, packing, q)
+        shape = (near.shape[2], size)
+        places = F.pad(packing.order, (0, shape[0] * size - length), value=-1).unflatten(1, shape)
+        ranks = torch.arange(shape[0] * size, device=q.device).unflatten(0, shape)
+        own = (ranks < packing.count[:, None, None])[:, :, None]
+        own = own & (places[:, :, None] <= places[..., None]) if mask.causal else own
+        groups = _readable(self.compressor, packing, mask.causal, places)
+        allowed = torch.cat([x.expand(-1, *shape, -1) for x in (groups, own)], dim=-1)
+        if mask.keys is not None:
+            allowed = allowed[:, None].expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
+        read = _Both(FullOperator(queries.flatten(0, 1), _join(far, near), Mask(allowed=allowed), 0.0), size, length)
+        return CompressedOperator(read, self.compressor, packing, packing, q)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition, one query at a time."""
@@ -202,14 +203,13 @@ class CompressedLocalAttention(Attention):
         self.compressor.check(q)
         with torch.autocast(q.device.type, enabled=False):
             keys, near = _grow(self.compressor, self.local, keys, wide(k), self.compressor.keys)
-            queries = wide(q) / math.sqrt(q.shape[3])
-            scores = (queries @ keys.done.transpose(-1, -2), queries @ near.transpose(-1, -2))
-            places = torch.arange(near.shape[2], device=q.device)  # from the beginning of a block
-            reader = places[-q.shape[2] :, None]
-            own = (places <= reader) & (places // self.local == reader // self.local)
-            allowed = torch.cat((_complete(self.compressor, keys, q.shape[2]), own), dim=-1)
-            weights = weigh(torch.cat(scores, dim=-1), allowed)[:, :, None]
-        return CompressedStep(_Formed(weights, near.shape[2], q.shape[2]), self.compressor, self.local), keys
+        places = torch.arange(near.shape[2], device=q.device)  # from the beginning of a block
+        reader = places[-q.shape[2] :, None]
+        own = (places <= reader) & (places // self.local == reader // self.local)
+        allowed = torch.cat((_complete(self.compressor, keys, q.shape[2]), own), dim=-1)[None, None]
+        joined = _join(keys.done, near[:, :, None])
+        read = FullOperator(wide(q).flatten(0, 1)[:, None], joined, Mask(allowed=allowed), 0.0)
+        return CompressedStep(_Both(read, near.shape[2], q.shape[2]), self.compressor, self.local), keys
 
 
 def _traits(compressor: Compressor, elsewhere: bool) -> Traits:
@@ -239,8 +239,13 @@ def _readable(
     return last[:, None, None] <= places[..., None]
 
 
-class _Fused:
-    """Reads groups only, by a kernel that forms no weights."""
+def _join(far: Float[Tensor, "B H C D"], near: Float[Tensor, "B H n size D"]) -> Float[Tensor, "BH n keys D"]:
+    """What the queries of each block read: all groups, and the tokens of the block."""
+    return torch.cat((far[:, :, None].expand(-1, -1, near.shape[2], -1, -1), near), dim=3).flatten(0, 1)
+
+
+class _Groups:
+    """Reads groups only."""
 
     def __init__(self, operator: Operator):
         self.operator = operator
@@ -248,22 +253,22 @@ class _Fused:
     def mix(self, far: Float[Tensor, "B H C D"], near: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H T D"]:
         return self.operator.apply(far)
 
-    def formed(self) -> "_Fused":
-        return _Fused(self.operator.materialised())
+    def formed(self) -> "_Groups":
+        return _Groups(self.operator.materialised())
 
 
-class _Formed:
-    """Weights of C groups and of the `size` tokens of each of n blocks, for the first T queries, cut into blocks."""
+class _Both:
+    """Reads groups and tokens, for `n_queries` queries in blocks, and tokens in blocks of `size`."""
 
-    def __init__(self, weights: Float[Tensor, "B H n queries keys"], size: int, n_queries: int):
-        self.weights, self.size, self.n_queries = weights, size, n_queries
+    def __init__(self, operator: Operator, size: int, n_queries: int):
+        self.operator, self.size, self.n_queries = operator, size, n_queries
 
     def mix(self, far: Float[Tensor, "B H C D"], near: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H T D"]:
-        to_far, to_near = self.weights[..., : far.shape[2]], self.weights[..., far.shape[2] :]
-        return unblocked(to_far @ far[:, :, None] + to_near @ blocks(near, self.size), self.n_queries)
+        out = self.operator.apply(_join(far, blocks(near, self.size)))
+        return unblocked(out.unflatten(0, far.shape[:2]), self.n_queries)
 
-    def formed(self) -> "_Formed":
-        return self
+    def formed(self) -> "_Both":
+        return _Both(self.operator.materialised(), self.size, self.n_queries)
 
 
 class CompressedOperator(Operator):
@@ -271,7 +276,7 @@ class CompressedOperator(Operator):
 
     def __init__(
         self,
-        read: _Fused | _Formed,
+        read: _Groups | _Both,
         compressor: Compressor,
         keys: Packing,
         queries: Packing,
@@ -338,7 +343,7 @@ def _complete(compressor: Compressor, groups: Groups, n_new: int) -> Bool[Tensor
 class CompressedStep(StepOperator):
     """The new queries against all complete groups (and their own blocks of `size` tokens)."""
 
-    def __init__(self, read: _Fused | _Formed, compressor: Compressor, size: int):
+    def __init__(self, read: _Groups | _Both, compressor: Compressor, size: int):
         self.read, self.compressor, self.size = read, compressor, size
 
     def apply(self, v: Float[Tensor, "B H n Dv"], values: State | None) -> tuple[Float[Tensor, "B H n Dv"], Groups]:
