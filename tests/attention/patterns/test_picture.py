@@ -168,6 +168,7 @@ def test_a_picture_has_title_axes_legend_and_the_pattern(tmp_path: Path):
     assert "keys per query: 3 to 8, median 4" in axes.get_title("left")
     texts = [text.get_text() for text in made.legends[0].get_texts()]
     assert texts == ["Local(1)", "Global(first=1)"]
+    assert picture(parse("Local(1)"), 8).legends[0].get_texts() == []
     assert made.legends[0].get_title().get_text() == "8 tokens"
     image = torch.as_tensor(axes.images[0].get_array())
     allowed = dense(parse("Local(1) | Global(first=1)"), 8, 8)[0]

@@ -96,10 +96,11 @@ def figure(title: str, shown: Sequence[Panel], *, causal: bool = False) -> "Figu
         for label in panel.survey.labels:
             colours.setdefault(label, _COLOURS[len(colours) % len(_COLOURS)])
         _draw(axes, panel, [colours[label] for label in panel.survey.labels])
-    made.suptitle(_wrapped(title, 10 + 34 * across), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    made.suptitle(_wrapped(title, int(9 * made.get_figwidth())), x=0.01, ha="left", fontsize=12, fontweight="bold")
     legend = made.legend(
-        handles=[Patch(facecolor=colour, label=label) for label, colour in colours.items()],
-        title=_wrapped(caption(shown[0].survey, causal), 32 + 46 * across),
+        # A single shape is what the title says.
+        handles=[Patch(facecolor=colour, label=label) for label, colour in colours.items() if len(colours) > 1],
+        title=_wrapped(caption(shown[0].survey, causal), int(14.5 * made.get_figwidth())),
         loc="outside lower left",
         ncols=max(1, min(len(colours), int(13 * made.get_figwidth()) // (7 + max(map(len, colours))))),
         fontsize=8,
