@@ -10,7 +10,17 @@ import typer
 
 SOURCE = Path(__file__).parents[1] / "src" / "hasten"
 MODULES = sorted(SOURCE.rglob("*.py"))
-HEAVY = ("torch", "numpy", "sentencepiece", "matplotlib", "pydantic", "accelerate", "sacrebleu", "huggingface_hub")
+HEAVY = (
+    "torch",
+    "numpy",
+    "sentencepiece",
+    "matplotlib",
+    "pydantic",
+    "accelerate",
+    "sacrebleu",
+    "huggingface_hub",
+    "transformers",
+)
 IDS = [str(module.relative_to(SOURCE)) for module in MODULES]
 
 
