@@ -140,6 +140,21 @@ def test_each_example_has_its_own_number_of_marked_tokens():
     torch.testing.assert_close(attention.operator(q, k, mask).apply(v)[2], local.operator(q, k, Mask()).apply(v)[2])
 
 
+def test_marked_tokens_behind_external_ones_read_everything():
+    attention = PatternAttention(parse("External(2) | Marked() | Blocks(3) | Local(1)"), rows=8).eval()
+    q, k, _ = (torch.randn(1, 1, 90, 4, dtype=torch.float64) for _ in range(3))
+    marked = torch.zeros(1, 90, dtype=torch.bool)
+    marked[0, [17, 55]] = True
+    mask = Mask(marked=marked)
+    torch.testing.assert_close(attention.operator(q, k, mask).dense(), attention.reference(q, k, mask))
+    assert attention.reference(q, k, mask)[0, 0, 55].all()
+
+
+def test_external_tokens_cannot_be_restricted():
+    with pytest.raises(UserError, match="External is a part of a union"):
+        PatternAttention(parse("External(2) & Local(3)"))
+
+
 def test_a_state_of_a_window_stays_small():
     attention = PatternAttention(parse("Local(16) | Global(first=2)")).eval()
     keys = values = None

@@ -31,6 +31,7 @@ class PatternAttention(Attention):
     def __init__(self, pattern: Pattern, *, dropout: float = 0.0, seed: int = 0, rows: int | None = None):
         super().__init__()
         self.pattern, self.dropout, self.rows = pattern, dropout, rows
+        resolved(pattern)  # refuses what means nothing
         self.ahead = _causal(pattern)
         # Written once: code that is traced cannot write it.
         self.texts = (str(pattern), str(self.ahead))

@@ -11,10 +11,11 @@ from itertools import product
 
 import torch
 
-from hasten.attention.patterns.algebra import Pattern, Restriction, Scene, Union
+from hasten.attention.patterns.algebra import Pattern, Restriction, Scene, Union, walk
 from hasten.attention.patterns.drawing import Drawing
 from hasten.attention.patterns.global_shapes import External, Global, Marked, MarkedRows, Shifted
 from hasten.attention.patterns.work import Group, Plan, Shape
+from hasten.errors import UserError
 
 
 def terms(pattern: Pattern) -> list[tuple[Pattern, ...]]:
@@ -30,15 +31,25 @@ def terms(pattern: Pattern) -> list[tuple[Pattern, ...]]:
 
 @lru_cache(maxsize=256)
 def resolved(pattern: Pattern) -> Pattern:
-    """With external tokens as global ones before the rest of the union, which is shifted behind them."""
+    """With external tokens as global ones, and shapes that count positions shifted behind them.
+
+    Pairs with an external token are allowed anyway, so that shapes which only ask for distances may stay as they are.
+    """
     parts = pattern.parts if isinstance(pattern, Union) else (pattern,)
     external = [part.tokens for part in parts if isinstance(part, External)]
+    rest = [part for part in parts if not isinstance(part, External)]
+    if any(isinstance(shape, External) for part in rest for shape in walk(part)):
+        raise UserError(f"pattern {str(pattern)!r}: External is a part of a union; it cannot be restricted")
     if not external:
         return pattern
     tokens = max(external)
-    rest = [part for part in parts if not isinstance(part, External)]
-    shifted = [Shifted(reduce(Pattern.__or__, rest), tokens)] if rest else []
-    return reduce(Pattern.__or__, [Global(first=tokens), *shifted])
+    return reduce(Pattern.__or__, [Global(first=tokens), *(_behind(part, tokens) for part in rest)])
+
+
+def _behind(pattern: Pattern, tokens: int) -> Pattern:
+    if isinstance(pattern, Union | Restriction):
+        return type(pattern)(tuple(_behind(part, tokens) for part in pattern.parts))
+    return pattern if pattern.relative or isinstance(pattern, Marked) else Shifted(pattern, tokens)
 
 
 def make_plan(
