@@ -49,7 +49,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     figure.canvas.draw()  # settles limits and layout, which the places of labels depend on
     for axes, marks in zip(panels, ends, strict=True):
         _label(axes, marks)
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.12)  # long names may reach over the edge
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, tuple[str, str, float]]:
