@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention.gathered import Tiles
+from hasten.attention.gathered import Tiles, at
 
 PENALTY = -1e9  # of a token's score with itself where it is a last resort: beyond any score, within the forbidden
 _TILE = 64  # rows of a tile where the definition leaves them open
@@ -127,5 +127,4 @@ class Bands(Tiles):
 
 
 def _differences(x: Float[Tensor, "R"], rows: Tensor, cols: Tensor, less: float = 0.0) -> Float[Tensor, "p I J"]:
-    of_rows, of_cols = (x.index_select(0, some.flatten()).view(some.shape) for some in (rows, cols))
-    return of_rows[:, :, None].sub(less) - of_cols[:, None, :]
+    return at(x, rows)[:, :, None].sub(less) - at(x, cols)[:, None, :]

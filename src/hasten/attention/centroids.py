@@ -83,10 +83,9 @@ class Centroids(nn.Module):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.sums)
             torch.distributed.all_reduce(self.counts)
-        counts, used = self.counts[..., None], slice(self._used)
-        mean = self.sums[..., used] / counts.clamp_min(1)
-        old = F.normalize(self.vectors[..., used], dim=-1)
-        moved = F.normalize(self.decay * old + (1 - self.decay) * mean, dim=-1)
-        self.vectors[..., used] = torch.where(counts > 0, moved, old)
+        counts, vectors = self.counts[..., None], self.vectors[..., : self._used]
+        mean = self.sums[..., : self._used] / counts.clamp_min(1)
+        moved = F.normalize(self.decay * F.normalize(vectors, dim=-1) + (1 - self.decay) * mean, dim=-1)
+        vectors.copy_(torch.where(counts > 0, moved, vectors))
         self.sums.zero_()
         self.counts.zero_()

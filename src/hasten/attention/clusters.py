@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention.gathered import Tiles
+from hasten.attention.gathered import Tiles, at
 
 _TILE_BITS = 6  # a tile has 64 queries
 _BITS = 31  # of a word; the sign stays free
@@ -55,19 +55,15 @@ class Clusters(Tiles):
     def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
         """The row itself, later ones, idle ones, and pairs of an earlier cluster: arithmetic, as for bands."""
         rows, owner = self.queries[turn, part], self._owner[turn, part]
-        distances = _at(self._positions, rows)[:, :, None] - _at(self._positions, cols)[:, None, :]
+        distances = at(self._positions, rows)[:, :, None] - at(self._positions, cols)[:, None, :]
         if self._causal:
             out = distances.neg_().add_(1.0).relu_()
         else:
-            out = distances.abs_().neg_().add_(1.0).relu_().add_(_at(self._idle, cols)[:, None, :])
+            out = distances.abs_().neg_().add_(1.0).relu_().add_(at(self._idle, cols)[:, None, :])
         for asked, joined, earlier in zip(self._asked, self._joined, self._earlier, strict=True):
-            before = _at(asked, rows) & _at(earlier, owner)[:, None]
-            out += (before[:, :, None] & _at(joined, cols)[:, None, :]).clamp_(max=1).to(out.dtype)
+            before = at(asked, rows) & at(earlier, owner)[:, None]
+            out += (before[:, :, None] & at(joined, cols)[:, None, :]).clamp_(max=1).to(out.dtype)
         return out
-
-
-def _at(x: Tensor, rows: Tensor) -> Tensor:
-    return x.index_select(0, rows.flatten()).view(rows.shape)
 
 
 def _filled(asks: Bool[Tensor, "S clusters N"], most: int) -> tuple[Int[Tensor, "TS I"], Int[Tensor, "T S"]]:

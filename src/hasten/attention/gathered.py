@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hasten.attention.base import Operator, Weights
@@ -73,15 +73,15 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
     top = own.detach()
     for turn, rows in enumerate(tiles.queries.unbind()):
         cols = tiles.keys(turn, _ALL)
-        scores = q[rows] @ k[cols].transpose(1, 2) / math.sqrt(q.shape[-1])
+        scores = _rows(q, rows) @ _rows(k, cols).transpose(1, 2) / math.sqrt(q.shape[-1])
         scores = scores + FORBIDDEN * tiles.forbidden(turn, _ALL, cols)
         top = top.scatter_reduce(0, rows.flatten(), scores.detach().amax(-1).flatten(), "amax")
         turns.append((rows, cols, scores))
     total = (own - top).exp()
     out = total[:, None] * v
     for rows, cols, scores in turns:
-        weights = (scores - top[rows][..., None]).exp()
-        out = out.index_add(0, rows.flatten(), (weights @ v[cols]).flatten(0, 1))
+        weights = (scores - at(top, rows)[..., None]).exp()
+        out = out.index_add(0, rows.flatten(), (weights @ _rows(v, cols)).flatten(0, 1))
         total = total.index_add(0, rows.flatten(), weights.sum(-1).flatten())
     return out / total[:, None]
 
@@ -131,9 +131,9 @@ class _Blockwise(torch.autograd.Function):
                 rows, cols = tiles.queries[turn, part], tiles.keys(turn, part)
                 q_rows, k_rows, d_rows = _rows(q, rows), _rows(k, cols), _rows(d_out, rows)
                 p = _scores(q_rows, k_rows, tiles.forbidden(turn, part, cols))
-                p.sub_(total[rows][..., None]).exp2_()
+                p.sub_(at(total, rows)[..., None]).exp2_()
                 d_scores = torch.bmm(d_rows, _rows(v, cols).transpose(1, 2))
-                d_scores.sub_(mean[rows][..., None]).mul_(p)
+                d_scores.sub_(at(mean, rows)[..., None]).mul_(p)
                 rows, cols = rows.flatten(), cols.flatten()
                 d_q.index_add_(0, rows, torch.bmm(d_scores, k_rows).flatten(0, 1))
                 d_k.index_add_(0, cols, torch.bmm(d_scores.transpose(1, 2), q_rows).flatten(0, 1))
@@ -141,8 +141,13 @@ class _Blockwise(torch.autograd.Function):
         return d_q.mul_(scale), d_k.mul_(scale), d_v, None
 
 
+def at(x: Shaped[Tensor, "R"], rows: Int[Tensor, "*n"]) -> Shaped[Tensor, "*n"]:
+    """What stands at these rows."""
+    return x.take(rows)
+
+
 def _rows(x: Float[Tensor, "R D"], rows: Int[Tensor, "p n"]) -> Float[Tensor, "p n D"]:
-    return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[1])
+    return F.embedding(rows, x)
 
 
 def _scores(q: Tensor, k: Tensor, forbidden: Float[Tensor, "p I J"]) -> Float[Tensor, "p I J"]:

@@ -37,14 +37,14 @@ class LSHSpec(Spec):
     """Read the other buckets of a chunk too."""
     strict: bool = False
     """Read the last `chunk` tokens of the bucket up to itself: causal in every sense, decoded step by step."""
-    width: PositiveInt = 256
+    d_head: PositiveInt = 128
     """Largest width of a head."""
     seed: Seed = 0
     """The random rotations follow from it."""
 
     def build(self) -> "LSHAttention | StrictLSHAttention":
         """The mechanism this spec describes."""
-        hashing = Hash(self.buckets, self.rounds, self.width, self.seed)
+        hashing = Hash(self.buckets, self.rounds, self.d_head, self.seed)
         if not self.strict:
             return LSHAttention(hashing, self.chunk, across=self.attend_across_buckets)
         if self.attend_across_buckets:
@@ -85,7 +85,9 @@ class Hash(nn.Module):
         """Buckets below `self.buckets`, of which a row of the batch uses no more than `most`, 1 or an even number."""
         width, columns = x.shape[3], self.rotations.shape[2]
         if width > self.rotations.shape[0]:
-            raise UserError(f"lsh: made for heads of width {self.rotations.shape[0]} at most, got {width}; raise width")
+            raise UserError(
+                f"lsh: made for heads of width {self.rotations.shape[0]} at most, got {width}; raise d_head"
+            )
         with torch.autocast(x.device.type, enabled=False):
             products = x @ self.rotations[:width].to(x.dtype).flatten(1)
         products = products.unflatten(3, (self.rounds, columns))
@@ -129,7 +131,7 @@ class LSHAttention(Attention):
     A round sorts the tokens by (bucket, position) and cuts them into chunks; i sees the tokens of its bucket (with
     `across`: all) in its own chunk and the one before. The union over rounds stands under one softmax. A token reads
     itself only where it may read nothing else. Buckets are as many as the chunks that the sentence fills, rounded down
-    to an even number, at most `hashing.buckets`: a sentence shorter than two chunks is read by all of it.
+    to an even number, at most `hashing.buckets`: a sentence of one chunk is read by all of it.
     q (B, H, N, D); k is not read. Scores in float32 or wider. Padding takes no part, wherever it stands.
     Causal only in the values: a later token can move who shares a chunk. It does not decode; `StrictLSHAttention` does.
     Source: Kitaev et al., 2020, sections 2 and 3. Time O(rounds N chunk D), memory O(rounds N).
@@ -150,6 +152,10 @@ class LSHAttention(Attention):
     def __init__(self, hashing: Hash, chunk: int, *, across: bool = False):
         super().__init__()
         self.hashing, self.chunk, self.across = hashing, chunk, across
+
+    def redraw(self) -> None:
+        """New random rotations. Nothing else ever changes them."""
+        self.hashing.redraw()
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
         """Sorted by bucket, chunk by chunk."""
@@ -200,6 +206,10 @@ class StrictLSHAttention(Attention):
     def __init__(self, hashing: Hash, window: int):
         super().__init__()
         self.hashing, self.window = hashing, window
+
+    def redraw(self) -> None:
+        """New random rotations. Nothing else ever changes them."""
+        self.hashing.redraw()
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
         """Sorted by bucket, a band in each."""

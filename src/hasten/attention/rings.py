@@ -176,10 +176,11 @@ class RingStep(StepOperator):
     ) -> tuple["RingStep", Members]:
         """What n new tokens read: the last `window` members of their buckets, their own scores raised by `own`."""
         pieces = []
-        for start in range(0, q.shape[2], _PENDING):
-            part = slice(start, start + _PENDING)
-            piece, members = _read(q[:, :, part], k[:, :, part], bucket[..., part], members, window, own)
-            pieces.append(piece)
+        with torch.autocast(q.device.type, enabled=False):
+            for start in range(0, q.shape[2], _PENDING):
+                part = slice(start, start + _PENDING)
+                piece, members = _read(q[:, :, part], k[:, :, part], bucket[..., part], members, window, own)
+                pieces.append(piece)
         rounds, n_buckets, size = members.positions.shape[2:]
         return RingStep(pieces, (rounds, n_buckets, size)), members
 
@@ -190,7 +191,8 @@ class RingStep(StepOperator):
         for piece in self.pieces:
             stop = start + piece.recent.shape[2]
             new, wide = v[:, :, start:stop], piece.recent.dtype
-            out = torch.einsum("bhrnc,bhrncd->bhnd", piece.held, ring.read(piece.bucket).to(wide))
-            outs.append(out + piece.recent @ torch.cat((ring.pending, new), 2).to(wide))
+            with torch.autocast(v.device.type, enabled=False):
+                out = torch.einsum("bhrnc,bhrncd->bhnd", piece.held, ring.read(piece.bucket).to(wide))
+                outs.append(out + piece.recent @ torch.cat((ring.pending, new), 2).to(wide))
             ring, start = ring.after(new, piece.slots), stop
         return torch.cat(outs, 2).to(v.dtype), ring
