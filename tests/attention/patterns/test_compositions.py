@@ -129,6 +129,15 @@ def test_windows_wholly_of_padding_disturb_nobody():
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [2, 3, 64])
+def test_padded_queries_of_several_blocks_read_no_drawn_key_twice(rows: int):
+    attention = PatternAttention(parse("RandomBlocks(2, block=1)"), rows=rows).eval()
+    generator = torch.Generator().manual_seed(0)
+    q, k, _ = (torch.randn(2, 2, 12, 3, dtype=torch.float64, generator=generator) for _ in range(3))
+    mask = Mask(causal=True, keys=torch.arange(12).expand(2, -1) < 6)
+    torch.testing.assert_close(attention.operator(q, k, mask).dense(), attention.reference(q, k, mask))
+
+
 def test_each_example_has_its_own_number_of_marked_tokens():
     attention = PatternAttention(parse("Local(1) | Marked()"), rows=4).eval()
     q, k, v = (torch.randn(3, 2, 12, 4, dtype=torch.float64) for _ in range(3))

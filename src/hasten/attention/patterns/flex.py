@@ -202,12 +202,13 @@ def _marked(pattern: Marked | MarkedRows, scenes: list[Scene], device: torch.dev
 
 
 def _random(pattern: RandomBlocks, scenes: list[Scene], device: torch.device) -> Predicate:
-    size, drawn, of = pattern.block, pattern.blocks, _chosen(scenes)
+    size, of = pattern.block, _chosen(scenes)
     tables = [pattern.table(scene) for scene in scenes]
+    drawn = max(table.shape[2] for table in tables)
     rows = max(1, *(table.shape[1] for table in tables), 1)
     whole = torch.full((len(tables), tables[0].shape[0], rows, drawn), -1)
     for example, table in enumerate(tables):
-        whole[example, :, : table.shape[1]] = table
+        whole[example, :, : table.shape[1], : table.shape[2]] = table
     whole, most = whole.to(device), _scalar(rows - 1, device)
 
     def allows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class RandomBlocks(Pattern):
         if first >= last:
             return Cover()
         drawn = self.table(scene)[:, first:last].flatten(1)
-        positions = drawn[:, :, None] * self.block + torch.arange(self.block)
+        positions = drawn[:, :, None] * self.block + torch.arange(min(self.block, scene.length), device="cpu")
         positions = torch.where((drawn[:, :, None] >= 0) & (positions < scene.length), positions, -1)
         return Cover((), (Pick(f"{self} {first} {last}", positions.flatten(1)[None], whole=last == first + 1),))
 
@@ -76,12 +76,17 @@ class RandomBlocks(Pattern):
         return not self.past
 
     def breaks(self, scene: Scene) -> tuple[int, ...]:
-        """Every block."""
-        return tuple(range(0, scene.length + self.block, self.block))
+        """Every block, those of padded rows that have one, too."""
+        return tuple(range(0, (self._n_blocks(scene) + 1) * self.block, self.block))
 
     def table(self, scene: Scene) -> Tensor:
-        """The blocks that each block reads, int64 (H, number of blocks, `blocks`), -1 where there are fewer."""
-        return _table(replace(self, seed=(self.seed + scene.seed) % 2**31), scene.n_heads, self._n_blocks(scene))
+        """The blocks that each block reads, int64 (H, number of blocks, w), -1 where there are fewer.
+
+        w: `blocks`, or the number of blocks where that is less.
+        """
+        n_blocks, seed = self._n_blocks(scene), (self.seed + scene.seed) % 2**31
+        within = replace(self, seed=seed, blocks=max(1, min(self.blocks, n_blocks)), near=min(self.near, n_blocks))
+        return _table(within, scene.n_heads, n_blocks)
 
     def _n_blocks(self, scene: Scene) -> int:
         # The past of a token is the same whatever follows: then rows of padded tokens exist, too.
@@ -91,11 +96,11 @@ class RandomBlocks(Pattern):
 
 @lru_cache(maxsize=64)
 def _table(shape: RandomBlocks, n_heads: int, n_blocks: int) -> Tensor:
-    rows = torch.arange(n_blocks)
+    rows = torch.arange(n_blocks, device="cpu")
     limit = rows if shape.past else torch.full_like(rows, n_blocks)
     barred = _barred(shape, rows, limit, n_blocks)
     free = limit - (barred < _FAR).sum(1)
-    drawn = torch.empty(n_heads, n_blocks, 0, dtype=torch.int64)
+    drawn = torch.empty(n_heads, n_blocks, 0, dtype=torch.int64, device="cpu")
     for draw in range(shape.blocks):
         # The draw-th of what is left: a rank among the free blocks that were not drawn before.
         rank = _uniform(shape.seed, n_heads, n_blocks, draw) % (free - draw).clamp(min=1)
@@ -110,7 +115,7 @@ def _table(shape: RandomBlocks, n_heads: int, n_blocks: int) -> Tensor:
 
 def _barred(shape: RandomBlocks, rows: Tensor, limit: Tensor, n_blocks: int) -> Tensor:
     """Blocks that must not be drawn, ascending, each once, (rows, w); _FAR where there is none."""
-    barred = rows[:, None] + (torch.arange(max(0, 2 * shape.near + 1)) - shape.near)
+    barred = rows[:, None] + (torch.arange(max(0, 2 * shape.near + 1), device="cpu") - shape.near)
     if shape.ends:
         ends = [torch.zeros_like(rows), torch.full_like(rows, n_blocks - 1)][: 1 if shape.past else 2]
         barred = torch.cat((barred, torch.stack(ends, 1)), 1)
@@ -123,7 +128,8 @@ def _barred(shape: RandomBlocks, rows: Tensor, limit: Tensor, n_blocks: int) -> 
 def _uniform(seed: int, n_heads: int, n_blocks: int, draw: int) -> Tensor:
     """Non-negative integers that look random, a function of their place alone, (H, rows). Source: Steele et al., 2014
     (SplitMix64); shifts are made logical by masks."""
-    x = torch.arange(n_heads)[:, None] * 1_000_003 + torch.arange(n_blocks) * 10_007 + draw * 101
+    heads, rows = (torch.arange(n, device="cpu") for n in (n_heads, n_blocks))
+    x = heads[:, None] * 1_000_003 + rows * 10_007 + draw * 101
     x = (x + seed * 7_919) * -7046029254386353131
     x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685
