@@ -19,6 +19,8 @@ from hasten.errors import UserError
 
 ALL, NONE = "all", "none"
 """Signatures of tiles in which every pair, or no pair, is allowed."""
+MOST = 2**31
+"""Largest number in a shape: a product of two is still a position."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,13 @@ class Pattern(ABC):
         return ()
 
     def __or__(self, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
         return Union((*members(self, Union), *members(other, Union)))
 
     def __and__(self, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
         return Restriction((*members(self, Restriction), *members(other, Restriction)))
 
     def __str__(self) -> str:
@@ -294,5 +300,5 @@ def at_least(pattern: object, least: dict[str, int]) -> None:
     """Refuse fields of a shape that are no whole numbers from their least value."""
     for key, low in least.items():
         value = getattr(pattern, key)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= 2**31:
-            raise UserError(f"{type(pattern).__name__}: {key} is {value!r}; give a whole number from {low}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MOST:
+            raise UserError(f"{type(pattern).__name__}: {key} is {value!r}; give a whole number from {low} to {MOST}")

@@ -56,8 +56,12 @@ def _shape(node: ast.Call, name: str, text: str) -> Pattern:
         close = difflib.get_close_matches(name, list(_NAMES), n=1, cutoff=0.6)
         advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(_NAMES)}"
         raise UserError(f"pattern {text!r}: no shape is called {name}; {advice}")
-    if any(keyword.arg is None for keyword in node.keywords):
+    keys = [keyword.arg for keyword in node.keywords]
+    if None in keys:
         raise UserError(f"pattern {text!r}: {name} takes no **")
+    twice = [key for key in keys if keys.count(key) > 1]
+    if twice:
+        raise UserError(f"pattern {text!r}: {name} is given {twice[0]} twice")
     given = [_value(argument, name, text) for argument in node.args]
     named = {str(keyword.arg): _value(keyword.value, name, text) for keyword in node.keywords}
     fields = list(_NAMES[name].__dataclass_fields__)

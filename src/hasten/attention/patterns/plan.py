@@ -17,16 +17,28 @@ from hasten.attention.patterns.global_shapes import External, Global, Marked, Ma
 from hasten.attention.patterns.work import Group, Plan, Shape
 from hasten.errors import UserError
 
+MOST_TERMS = 256
+"""Restrictions that a pattern may be multiplied out to; each needs tiles of its own."""
+
 
 def terms(pattern: Pattern) -> list[tuple[Pattern, ...]]:
-    """A union of restrictions of single shapes: its disjunctive form."""
+    """A union of restrictions of single shapes, each once: its disjunctive form. `UserError` where it is too long."""
     if isinstance(pattern, Union):
-        return [term for part in pattern.parts for term in terms(part)]
+        return list(dict.fromkeys(term for part in pattern.parts for term in terms(part)))
     if isinstance(pattern, Restriction):
-        return [tuple(s for term in chosen for s in term) for chosen in product(*map(terms, pattern.parts))]
+        return reduce(_both, map(terms, dict.fromkeys(pattern.parts)))
     if isinstance(pattern, Marked) and pattern.rows:
         return [(MarkedRows(),), (Marked(rows=False),)]
     return [(pattern,)]
+
+
+def _both(left: list[tuple[Pattern, ...]], right: list[tuple[Pattern, ...]]) -> list[tuple[Pattern, ...]]:
+    if len(left) * len(right) > MOST_TERMS:
+        raise UserError(
+            f"a pattern with more than {MOST_TERMS} restrictions, once its unions are multiplied out; "
+            "restrict single shapes by &, and unite the results by |"
+        )
+    return list(dict.fromkeys(tuple(dict.fromkeys((*a, *b))) for a, b in product(left, right)))
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ Each is a pattern of its own; those of the literature are unions of them.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -24,11 +24,11 @@ class Local(Pattern):
     """
 
     left: int
-    right: int = field(default=-1)
+    right: int = None  # type: ignore[assignment]
     dilation: int = 1
 
     def __post_init__(self) -> None:
-        if self.right == -1:
+        if self.right is None:
             object.__setattr__(self, "right", self.left)
         at_least(self, {"left": 0, "right": 0, "dilation": 1})
 
@@ -186,6 +186,6 @@ class Summary(Pattern):
 
 @lru_cache(maxsize=64)
 def _columns(block: int, width: int, length: int) -> Pick:
-    at = torch.arange(length)
+    at = torch.arange(length, device="cpu")
     columns = at[at % block >= block - width]
     return Pick(f"summary {block} {width}", columns[None, None], ascending=True, whole=True)
