@@ -23,8 +23,12 @@ class HeadsAttention(Attention):
         super().__init__()
         if not groups:
             raise UserError("heads: give at least one group of heads")
-        if any(isinstance(size, bool) or size < 1 for size, _ in groups):
-            raise UserError(f"heads: every group needs at least one head, got {[size for size, _ in groups]}")
+        if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size, _ in groups):
+            sizes = [size for size, _ in groups]
+            raise UserError(f"heads: got {sizes}; every group needs at least one head, a whole number of them")
+        for _, attention in groups:
+            if not isinstance(attention, Attention):
+                raise TypeError(f"heads: {attention!r} is no mechanism; give one, for example FullAttention()")
         self.sizes = [size for size, _ in groups]
         self.groups = nn.ModuleList(attention for _, attention in groups)
         for size, attention in groups:
@@ -65,6 +69,8 @@ class HeadsAttention(Attention):
         """The mask of each group: a pattern that differs between heads is cut."""
         if mask.allowed is None or mask.allowed.shape[1] == 1:
             return [mask] * len(self.sizes)
+        if mask.allowed.shape[1] != sum(self.sizes):
+            raise UserError(f"Mask: allowed has {mask.allowed.shape[1]} heads; give 1 or {sum(self.sizes)}")
         return [replace(mask, allowed=own) for own in mask.allowed.split(self.sizes, 1)]
 
     def extra_repr(self) -> str:
@@ -117,6 +123,8 @@ class HeadsOperator(Operator):
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
         """Each group's values by its operator."""
+        if v.shape[1] != sum(self.sizes):
+            raise UserError(f"values have {v.shape[1]} heads, the mechanism {sum(self.sizes)}; give both the same")
         return torch.cat([part.apply(own) for part, own in zip(self.parts, v.split(self.sizes, 1), strict=True)], 1)
 
     def dense(self) -> Float[Tensor, "B H T S"]:

@@ -98,7 +98,7 @@ class SecondProjections(MultiHeadAttention):
         (q,) = self._heads(x, 0, 1) if traced else self._queries(x, is_global)
         pattern = MarkedRows() & Causal() if mask.causal else MarkedRows()
         own = Mask(causal=mask.causal, keys=mask.keys, marked=is_global)
-        seed, share = torch.zeros((), dtype=torch.int64), self.dropout if self.training else 0.0
+        seed, share = torch.zeros((), dtype=torch.int64, device="cpu"), self.dropout if self.training else 0.0
         # Traced calls know patterns by name, and this part of Marked has none: there its columns are computed, too.
         text = "Marked() & Causal()" if mask.causal else "Marked()"
         return PatternOperator(q, silence(k, mask.keys), own, pattern, text, seed, 0, share).apply(v)

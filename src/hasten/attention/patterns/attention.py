@@ -11,7 +11,7 @@ from hasten.attention.masks import Mask, silence
 from hasten.attention.patterns.algebra import Pattern, Scene, walk
 from hasten.attention.patterns.decoding import KeptKeys, step_over
 from hasten.attention.patterns.global_shapes import External, Marked
-from hasten.attention.patterns.plan import resolved
+from hasten.attention.patterns.plan import resolved, terms
 from hasten.attention.patterns.random_blocks import RandomBlocks
 from hasten.attention.patterns.run import Call, attention_op, run
 from hasten.errors import UserError
@@ -30,8 +30,12 @@ class PatternAttention(Attention):
 
     def __init__(self, pattern: Pattern, *, dropout: float = 0.0, seed: int = 0, rows: int | None = None):
         super().__init__()
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"pattern is {pattern!r}; give a Pattern, for example Local(64) or parse('Local(64)')")
+        if not 0 <= dropout < 1:
+            raise UserError(f"dropout is {dropout}; give a share of weights, at least 0 and less than 1")
         self.pattern, self.dropout, self.rows = pattern, dropout, rows
-        resolved(pattern)  # refuses what means nothing
+        terms(resolved(pattern))  # refuses what means nothing or is too much
         self.ahead = _causal(pattern)
         # Written once: code that is traced cannot write it.
         self.texts = (str(pattern), str(self.ahead))
@@ -51,6 +55,17 @@ class PatternAttention(Attention):
             external=max((shape.tokens for shape in shapes if isinstance(shape, External)), default=0),
             memory=1.0,
         )
+
+    def check(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> None:
+        """Refuse what the traits do not claim, and tensors whose shapes do not fit: the kernel reads memory as told."""
+        if q.dim() != 4 or not q.is_floating_point() or not q.shape[3]:
+            raise UserError(f"queries are {tuple(q.shape)} of {q.dtype}; give floating-point numbers (B, H, T, D)")
+        if k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+            raise UserError(f"keys are {tuple(k.shape)}, queries {tuple(q.shape)}; all but the lengths must be equal")
+        for name, given in (("keys", mask.keys), ("marked", mask.marked)):
+            if given is not None and given.shape != (len(k), k.shape[2]):
+                raise UserError(f"Mask: {name} is {tuple(given.shape)}; give {(len(k), k.shape[2])}, batch and keys")
+        super().check(q, k, mask)
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "PatternOperator":
         """The softmax map over the pattern's tiles; weights are never formed unless asked for."""
@@ -126,11 +141,13 @@ class PatternOperator(Operator):
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H T Dv"]:
         """softmax over the pattern, times v."""
+        if v.dim() != 4 or v.shape[:3] != self.k.shape[:3]:
+            raise UserError(f"values are {tuple(v.shape)}, keys {tuple(self.k.shape)}; all but the width must be equal")
         return self._apply(silence(v, None if self.mask.silent else self.mask.keys), self.share)
 
     def _apply(self, v: Tensor, share: float) -> Tensor:
         mask = self.mask
-        drawn = torch.randint(2**62, ()) if share else torch.zeros((), dtype=torch.int64)
+        drawn = torch.randint(2**62, (), device="cpu") if share else torch.zeros((), dtype=torch.int64, device="cpu")
         if torch.compiler.is_compiling():
             settings = (self.text, self.rows, share)
             return attention_op(self.q, self.k, v, mask.keys, mask.marked, self.seed, drawn, *settings)[0]

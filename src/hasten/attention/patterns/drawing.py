@@ -111,7 +111,7 @@ class Drawing:
             limit = cover.hull or (0, self.scene.length)
             at = pick.positions[0, 0].contiguous()
             borders = [limit[0], *(x for pair in cover.ranges for x in pair), low, high, limit[1]]
-            cuts = torch.searchsorted(at, torch.tensor(borders)).tolist()
+            cuts = torch.searchsorted(at, torch.tensor(borders, device=at.device)).tolist()
             inside = [(a, b) for a, b in zip(cuts[1:-3:2], cuts[2:-3:2], strict=True) if a < b]
             marks = sorted({cut for cut in cuts if cuts[0] <= cut <= cuts[-1]})
             parts += [(pick, (a, b)) for a, b in pairwise(marks) if not any(c <= a and b <= d for c, d in inside)]

@@ -73,8 +73,10 @@ class Part:
         return places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
 
 
-def parts(q: Tensor, k: Tensor, call: Call) -> list[Part]:
-    """How the batch is served: at once, or by length where the pattern depends on it."""
+def parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Part]:
+    """How the batch is served: at once, or by length where the pattern depends on it; not at all where it is empty."""
+    if 0 in (q.numel(), k.numel(), v.numel()):
+        return []
     (batch, n_heads, n_queries, _), n_keys = q.shape, k.shape[2]
     everything = torch.ones(batch, n_keys, dtype=torch.bool, device=q.device)
     keys = everything if call.keys is None else call.keys
@@ -121,7 +123,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     out, norm = v.new_zeros(*q.shape[:3], v.shape[3]), None
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)
-        for part in parts(q, k, call):
+        for part in parts(q, k, v, call):
             own_q, own_k, own_v = (part.take(x, queries=n == 0).to(wide) for n, x in enumerate((q, k, v)))
             own, own_norm = attend(part.plan, own_q, own_k, own_v, call.dropping)
             part.put(own, out, queries=True)
@@ -140,7 +142,7 @@ def backward(
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)
         mean = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-        for part in parts(q, k, call):
+        for part in parts(q, k, v, call):
             own_q, own_k, own_v = (part.take(x, queries=n == 0).to(wide) for n, x in enumerate(qkv))
             own_grad, own_mean, own_norm = (part.take(x.to(wide), queries=True) for x in (grad, mean, norm))
             merged = own_norm if part.plan.merge else None
@@ -160,6 +162,12 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
+        # Torch would take these gradients for constants, and be wrong without a word.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "sparse attention has no second derivatives; leave out create_graph, or for short sequences apply "
+                "the weights of reference(), which have them"
+            )
         q, k, v, out, norm = ctx.saved_tensors
         return *backward((q, k, v), out, norm, grad, ctx.call), None
 
