@@ -146,9 +146,20 @@ def test_masks_that_do_not_fit_are_refused():
         pack(x, mask.float())
     with pytest.raises(UserError, match=r"mask is \(2, 2\)"):
         pack(x, mask[:, :2])
+    with pytest.raises(UserError, match=r"mask is \(2,\)"):
+        pack(x[:, 0, 0], mask[:, 0])
     mask[1] = False
     with pytest.raises(UserError, match="sequence 1 has length 0"):
         pack(x, mask)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("rows", [8, 6, 0])
+def test_keys_and_values_of_more_or_fewer_tokens_are_refused(name: str, rows: int):
+    x = {other: torch.randn(7, H, 4) for other in "qkv"} | {name: torch.randn(rows, H, 4)}
+    with pytest.raises(UserError, match=f"{name} has {rows} rows"):
+        attend_packed(FullAttention(), x["q"], x["k"], x["v"], torch.tensor([3, 4]))
 
 
 def test_lengths_may_be_short_integers():

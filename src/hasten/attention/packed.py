@@ -22,7 +22,7 @@ def pack(
     x (B, S, ...), mask (B, S), True = real token, anywhere in its row: the order is kept, the place is not.
     Errors: `UserError` for a mask of another type or shape, and for a row without a token.
     """
-    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+    if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape != x.shape[:2]:
         raise UserError(
             f"pack: mask is {tuple(mask.shape)} of {mask.dtype}; give torch.bool of shape {tuple(x.shape[:2])}, "
             "True = real token"
@@ -59,9 +59,12 @@ def attend_packed(
     Sequences of similar lengths run together, padded on the right and masked by `Mask.keys`; in every such group at
     most a quarter of the places is padding. A mechanism that takes no padded keys runs equal lengths together.
     The lengths are read on the CPU, so this is neither traced nor exported, and a GPU is waited for.
-    Errors: `UserError` unless lengths are integers of at least 1 whose sum is the number of rows.
+    Errors: `UserError` unless lengths are integers of at least 1 whose sum is the number of rows, of q, k and v.
     """
     counts = _counts(lengths, len(q), "packed attention")
+    for name, given in (("k", k), ("v", v)):
+        if len(given) != len(q):
+            raise UserError(f"packed attention: {name} has {len(given)} rows, q {len(q)}; every row is a token")
     widths = torch.tensor(counts, device=q.device)
     starts = widths.cumsum(0) - widths
     outs, origins = [], []
