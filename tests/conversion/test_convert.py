@@ -200,6 +200,8 @@ def test_where_that_matches_nothing_names_what_is_close():
         hasten.convert(model, FullSpec(), where=lambda name, module: False)
     with pytest.raises(UserError, match="empty list"):
         hasten.convert(model, FullSpec(), where=[])
+    with pytest.raises(UserError, match="where is 3"):
+        hasten.convert(model, FullSpec(), where=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="where holds 3"):
         hasten.convert(model, FullSpec(), where=[3])
     assert not any(isinstance(module, DropInAttention) for module in model.modules())

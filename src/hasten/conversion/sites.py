@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,8 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
         if not chosen:
             raise UserError(f"convert: where chose none of the attention modules {_some([s.name for s in sites])}")
         return chosen
+    if not isinstance(where, str | Iterable):
+        raise UserError(f"convert: where is {where!r}; give a pattern, several of them, or a function")
     patterns = [where] if isinstance(where, str) else list(where)
     names = [site.name for site in sites]
     for pattern in patterns:
