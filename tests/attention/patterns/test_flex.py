@@ -41,6 +41,7 @@ KNOWN = (
 )
 DRAWN = (
     "RandomBlocks(2, 8)",
+    "RandomBlocks(9, 24)",
     "RandomBlocks(1, 24, near=1, ends=True)",
     "Blocks(16, 1, 1) | Global(first=16, last=16) | RandomBlocks(1, 16, near=1, ends=True)",
     "External(4) | Blocks(8, 1, 1) | RandomBlocks(1, 8)",
