@@ -1,11 +1,16 @@
 """What every test shares: the shapes written in signatures are enforced, where it is all tensors."""
 
 import inspect
+import os
 import sys
 
 import hypothesis
 import jaxtyping
 import pytest
+
+# Side by side, each worker keeps to one core: threads of two that wait for each other are many times slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine is no failure; a test that must be quick says so itself.
 hypothesis.settings.register_profile("any-machine", deadline=None)
