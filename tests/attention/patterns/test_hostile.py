@@ -221,3 +221,25 @@ def test_the_default_device_changes_nothing(text: str):
     with torch.device("meta"):
         out = attention.operator(q, q, mask).apply(q)
     torch.testing.assert_close(out, attention.reference(q, q, mask) @ q)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("marks", [False, True])
+def test_batch_and_length_of_an_exported_layer_with_padding_and_marks_are_free(marks: bool):
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = multi_head(8, 2, LongformerSpec(window=2, marked=True).build())
+
+        def forward(self, x: Tensor, keys: Tensor, marked: Tensor) -> Tensor:
+            return self.layer(x, Mask(keys=keys, marked=marked if marks else None))
+
+    def call(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.randn(batch, length, 8), torch.rand(batch, length) < 0.7, torch.rand(batch, length) < 0.2
+
+    layer = Layer().eval()
+    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=999)}
+    exported = torch.export.export(layer, call(3, 10), dynamic_shapes=(sizes, sizes, sizes)).module()
+    for batch, length in ((2, 2), (5, 70)):
+        x = call(batch, length)
+        torch.testing.assert_close(exported(*x)[x[1]], layer(*x)[x[1]])

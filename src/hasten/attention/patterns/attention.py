@@ -63,15 +63,16 @@ class PatternAttention(Attention):
         if k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
             raise UserError(f"keys are {tuple(k.shape)}, queries {tuple(q.shape)}; all but the lengths must be equal")
         for name, given in (("keys", mask.keys), ("marked", mask.marked)):
-            if given is not None and given.shape != (len(k), k.shape[2]):
-                raise UserError(f"Mask: {name} is {tuple(given.shape)}; give {(len(k), k.shape[2])}, batch and keys")
+            if given is not None and given.shape != (k.shape[0], k.shape[2]):
+                wanted = (k.shape[0], k.shape[2])
+                raise UserError(f"Mask: {name} is {tuple(given.shape)}; give {wanted}, batch and keys")
         super().check(q, k, mask)
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "PatternOperator":
         """The softmax map over the pattern's tiles; weights are never formed unless asked for."""
         self.check(q, k, mask)
         if self.traits.marked and mask.marked is None:
-            mask = replace(mask, marked=torch.zeros(len(k), k.shape[2], dtype=torch.bool, device=k.device))
+            mask = replace(mask, marked=torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device))
         k = silence(k, None if mask.silent else mask.keys)
         share = self.dropout if self.training else 0.0
         pattern, text = self._pattern(mask.causal), self.texts[mask.causal]
