@@ -87,4 +87,4 @@ class EfficientAttention(Attention):
         assert keys is None or isinstance(keys, LogState)
         logs = k.to(wide(k))
         before, levels = log_levels(logs, keys)
-        return log_step(q.to(wide(q)).log_softmax(-1) - levels, logs, before, levels)
+        return log_step(q.to(wide(q)).log_softmax(-1), logs, before, levels)

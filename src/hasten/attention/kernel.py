@@ -1,5 +1,6 @@
 """What every kernel attention shares: operators that mix values by products of features, and their decoding steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ from hasten.attention.log_sums import LogPrefixSums
 from hasten.attention.masks import silence
 from hasten.attention.prefix_sums import LOWEST, grid_of
 from hasten.attention.traced_sums import Sums
+
+# Features of a head that are few enough to be made for all heads at once: 1 MB in float32.
+SMALL = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,31 @@ class EverySums:
     def __call__(self, v: Tensor) -> Tensor:
         """Values to sums."""
         return self.q @ (self.k.transpose(-1, -2) @ v)
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """Sums of every head, or of every few heads, made apart."""
+
+    parts: tuple[Sums, ...]
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """Values to sums."""
+        return torch.cat(
+            [part(x) for part, x in zip(self.parts, v.split(v.shape[1] // len(self.parts), 1), strict=True)], 1
+        )
+
+
+def by_heads(make: Callable[[Tensor, Tensor], Sums], q: Tensor, k: Tensor, n_features: int) -> Sums:
+    """make(q, k); for long sequences on a CPU one head after another.
+
+    Features are many times as large as q and k. Those of one head fit into memory that was in use just before; for
+    larger blocks the allocator asks the kernel for pages, again and again.
+    """
+    size = q.shape[0] * max(q.shape[2], k.shape[2]) * n_features
+    if torch.compiler.is_compiling() or q.device.type != "cpu" or size < SMALL:
+        return make(q, k)
+    return ByHeads(tuple(make(*one) for one in zip(q.split(1, 1), k.split(1, 1), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -53,7 +82,7 @@ def divided(sums: Tensor, floor: Tensor | None) -> Tensor:
     out, total = sums[..., :-1], sums[..., -1:]
     if floor is not None:
         total = torch.maximum(total, floor)
-    return out / torch.where(total > 0, total, 1.0)
+    return out * torch.where(total > 0, total, 1.0).reciprocal()
 
 
 class KernelOperator(Operator):
@@ -140,14 +169,14 @@ def log_levels(b: Tensor, keys: LogState | None) -> tuple[Tensor, Tensor]:
 
 
 def log_step(a: Tensor, b: Tensor, before: Tensor, levels: Tensor) -> tuple[KernelStep, LogState]:
-    """The step of weights sum_r exp(a_ir + b_jr) that sum to 1 as they are, and the key state after it.
+    """The step of weights sum_r exp(a_ir + b_jr - level_ir) that sum to 1 as they are, and the key state after it.
 
     a, b (B, H, n, m). The past values are kept as averages with the weights exp(b_jr - level_r), which cannot overflow.
     """
     grid, after = grid_of(a.shape[2], a.shape[2]), levels[:, :, -1:]
-    among = LogPrefixSums(grid, grid.cut(a), grid.cut(b, -torch.inf), grid.cut(levels.detach(), LOWEST))
+    among = LogPrefixSums(grid, grid.cut(a), grid.cut(b, -torch.inf), grid.cut(levels, LOWEST))
     keep = (before - after).exp().transpose(-1, -2)
-    step = KernelStep(among, (a + before).exp(), (b - after).exp(), keep, None)
+    step = KernelStep(among, (a + (before - levels)).exp(), (b - after).exp(), keep, None)
     return step, LogState(after.squeeze(2))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -77,10 +77,10 @@ class LinearAttention(Attention):
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition: the matrix of products, masked, divided by its row sums."""
         k = silence(k, mask.keys)
-        if self.feature is _FEATURES["elu"]:
-            q_features, k_features = (torch.nn.functional.elu(x.double()) + 1 for x in (q, k))
+        if self.feature is elu_plus_one:
+            q_features, k_features = (torch.where(x > 0, x + 1, x.clamp_max(0).exp()) for x in (q.double(), k.double()))
         else:
-            q_features, k_features = (torch.nn.functional.relu(x.double()) + 1e-3 for x in (q, k))
+            q_features, k_features = (x.double().clamp_min(0) + 0.001 for x in (q, k))
         weights = torch.einsum("bhtm,bhsm->bhts", q_features, k_features)
         allowed = mask.dense(q.shape[2], k.shape[2], q.device)
         weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
@@ -108,7 +108,26 @@ def _raised(q: Tensor) -> Tensor:
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 without rounding small values to 0: x + 1 where x > 0, else exp(x)."""
-    return x.clamp_max(0).exp_() + x.relu()
+    if torch.compiler.is_compiling():
+        return x.clamp_max(0).exp() + x.relu()
+    features = _EluPlusOne.apply(x)
+    assert isinstance(features, Tensor)
+    return features
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """Several times faster than the gradient of its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        features = x.clamp_max(0).exp_().add_(x.relu())
+        ctx.save_for_backward(features)
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (features,) = ctx.saved_tensors
+        return features.clamp_max(1).mul_(grad)
 
 
 def relu_plus(x: Tensor) -> Tensor:

@@ -13,17 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from hasten.attention.prefix_sums import CHUNK, LOWEST, Grid, grid_of, states_before
+from hasten.attention.prefix_sums import LOWEST, Grid, grid_of, states_before
+
+# Positions of a chunk, by measurement.
+LOG_CHUNK = 128
 
 
 @dataclass(frozen=True)
 class LogPrefixSums:
-    """v -> sum_(j <= i) sum_r exp(a_ir + b_jr) v_j.
+    """v -> sum_(j <= i) sum_r exp(a_ir + b_jr - level_ir) v_j.
 
-    a, b, level are cut; b is -inf at keys that are not to be read. level is a bound of the past that never falls:
-    level_i >= b_j for all j <= i, without a gradient, and a_i + level_i must not be large. Every product of two
-    exponentials is taken relative to the level of some position between its key and its query: then nothing overflows,
-    what underflows is that much smaller than 1, and no later key has a part in it.
+    a, b, level are cut; b is -inf at keys that are not to be read. a must not be large, and level is a bound of the
+    past that never falls: level_i >= b_j for all j <= i. Every product of two exponentials is taken relative to the
+    level of some position between its key and its query: then nothing overflows, what underflows is that much smaller
+    than 1, no later key has a part in it, and large numbers only meet in differences.
     """
 
     grid: Grid
@@ -38,12 +41,12 @@ class LogPrefixSums:
         assert isinstance(within, tuple)
         out, q, k = within
         if not self.grid.is_one_chunk():
-            before, _ = states_before(k.transpose(-1, -2) @ v, self.level[..., -1, :])
+            before, _ = states_before(k.transpose(-1, -2) @ v, self.level.detach()[..., -1, :])
             out = out + q @ before
         return self.grid.join(out)
 
 
-def scaled_log_sums(a: Tensor, b: Tensor, chunk: int = CHUNK) -> LogPrefixSums:
+def scaled_log_sums(a: Tensor, b: Tensor, chunk: int = LOG_CHUNK) -> LogPrefixSums:
     """Sums with a common factor for each query that makes their largest weight about 1; a ratio of sums cancels it.
 
     a (B, H, T, m), b (B, H, S, m), -inf at keys that are not to be read.
@@ -51,15 +54,15 @@ def scaled_log_sums(a: Tensor, b: Tensor, chunk: int = CHUNK) -> LogPrefixSums:
     grid = grid_of(a.shape[2], b.shape[2], chunk)
     a, b = grid.cut(a), grid.cut(b, -torch.inf)
     level = running_max(b)
-    return LogPrefixSums(grid, a - (a.detach() + level).amax(-1, keepdim=True), b, level)
+    a = a + level
+    return LogPrefixSums(grid, a - a.detach().amax(-1, keepdim=True), b, level)
 
 
-def averaging_log_sums(a: Tensor, b: Tensor, chunk: int = CHUNK) -> LogPrefixSums:
+def averaging_log_sums(a: Tensor, b: Tensor, chunk: int = LOG_CHUNK) -> LogPrefixSums:
     """v -> sum_r exp(a_ir) times the average of v_j over j <= i with the weights exp(b_jr); a and b likewise."""
     grid = grid_of(a.shape[2], b.shape[2], chunk)
     a, b = grid.cut(a), grid.cut(b, -torch.inf)
-    level = running_logsumexp(b)
-    return LogPrefixSums(grid, a - level, b, level.detach())
+    return LogPrefixSums(grid, a, b, running_logsumexp(b))
 
 
 class _WithinChunks(Function):
@@ -75,8 +78,8 @@ class _WithinChunks(Function):
     def forward(a: Tensor, b: Tensor, level: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(v.device.type, enabled=False):
             start = _before(level)
-            q, k = (a + start).exp_(), (b - level).exp_()
-            out = (a + b).exp_().sum(-1, keepdim=True) * v
+            q, own, k = _exponentials(a, b, level, start)
+            out = own.sum(-1, keepdim=True) * v
             for size in _sizes(a):
                 late_q, early_k, early_v = _halves(q, size)[1], _halves(k, size)[0], _halves(v, size)[0]
                 _halves(out, size)[1].add_(_times(_products(late_q, early_k), early_v))
@@ -88,11 +91,11 @@ class _WithinChunks(Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         a, b, level, v = ctx.saved_tensors
         with torch.autocast(v.device.type, enabled=False):
             start = _before(level)
-            q, k, own = (a + start).exp_(), (b - level).exp_(), (a + b).exp_()
+            q, own, k = _exponentials(a, b, level, start)
             grad_v = own.sum(-1, keepdim=True) * grad
             grad_a = own.mul_((grad * v).sum(-1, keepdim=True))
             grad_b = grad_a.clone()
@@ -106,7 +109,14 @@ class _WithinChunks(Function):
                 _double(late_q, early_k, start, level, size)
             grad_a.addcmul_(q, grad_q)
             grad_b.addcmul_(k, grad_k)
-        return grad_a, grad_b, None, grad_v
+        return grad_a, grad_b, -grad_a, grad_v
+
+
+def _exponentials(a: Tensor, b: Tensor, level: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries at the level before them, their products with their own keys, and keys at their own level."""
+    k = b - level
+    own = (a + k).exp_()
+    return (start - level).add_(a).exp_(), own, k.exp_()
 
 
 def _double(late_q: Tensor, early_k: Tensor, start: Tensor, level: Tensor, size: int) -> None:

@@ -10,10 +10,20 @@ from torch import Tensor
 
 from hasten.attention.base import Attention, State, StepOperator, Traits
 from hasten.attention.feature_maps import Directions
-from hasten.attention.kernel import EverySums, KernelOperator, LogState, Ratio, log_levels, log_step, unread, wide
+from hasten.attention.kernel import (
+    EverySums,
+    KernelOperator,
+    LogState,
+    Ratio,
+    by_heads,
+    log_levels,
+    log_step,
+    unread,
+    wide,
+)
 from hasten.attention.masks import Mask, silence
 from hasten.attention.prefix_sums import LOWEST
-from hasten.attention.traced_sums import causal_sums
+from hasten.attention.traced_sums import Sums, causal_sums
 from hasten.fields import NonNegativeInt, PositiveInt, Seed, Spec
 
 
@@ -91,10 +101,14 @@ class PerformerAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> KernelOperator:
         """The linear map; no T x S matrix is formed."""
         self.check(q, k, mask)
+
+        def make(q: Tensor, k: Tensor) -> Sums:
+            a, b = self._of_queries(q), unread(self._of_keys(silence(k, mask.keys)), mask.keys, -torch.inf)
+            return causal_sums("scaled", a, b) if mask.causal else _over_all(a, b)
+
         with torch.autocast(q.device.type, enabled=False):
-            a = self._of_queries(q)
-            b = unread(self._of_keys(silence(k, mask.keys)), mask.keys, -torch.inf)
-        return KernelOperator(Ratio(causal_sums("scaled", a, b) if mask.causal else _over_all(a, b)), k, mask.keys)
+            sums = by_heads(make, q, k, len(self.signs) * self.directions.rows.shape[0])
+        return KernelOperator(Ratio(sums), k, mask.keys)
 
     def _of_queries(self, q: Tensor) -> Tensor:
         """Logarithms of features, up to a term for each query that the ratio cancels."""
@@ -128,7 +142,7 @@ class PerformerAttention(Attention):
         with torch.autocast(q.device.type, enabled=False):
             a, b = self._of_queries(q), self._of_keys(k)
             before, levels = log_levels(b, keys)
-            return log_step(a - (a + levels).logsumexp(-1, keepdim=True), b, before, levels)
+            return log_step((a + levels).log_softmax(-1), b, before, levels)
 
 
 def _over_all(a: Tensor, b: Tensor) -> EverySums:
