@@ -277,3 +277,9 @@ def test_what_cannot_be_is_refused(build, message: str):
         build()
     assert isinstance(LSHSpec().build(), LSHAttention)
     assert not isinstance(LSHSpec().build(), FullAttention)
+
+
+def test_an_empty_batch_gives_an_empty_batch():
+    for strict in (False, True):
+        x = torch.zeros(0, 2, 5, 6)
+        assert LSHSpec(strict=strict).build().operator(x, x, Mask(causal=True)).apply(x).shape == x.shape

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.attention import FullAttention, Mask, bands, clusters
+from hasten.attention import FullAttention, Mask, bands, centroids, clusters
 from hasten.attention.routing import RoutingAttention, RoutingSpec
 from hasten.errors import UserError
 
@@ -164,7 +164,7 @@ def test_centroids_come_to_the_means_of_a_mixture_however_unequal_its_parts():
     for step in range(100):
         x, _ = mixture(64, step)
         attention.operator(x, x, Mask())
-        attention.update()
+        centroids.update(torch.nn.Sequential(attention))
         assert torch.allclose(attention.centroids.vectors.norm(dim=-1), torch.ones(1, 2))
     torch.testing.assert_close(attention.centroids.vectors[0], axes, rtol=0, atol=0.03)
 
@@ -295,3 +295,9 @@ def test_only_shared_keys_save_a_projection():
 def test_what_cannot_be_is_refused(build, message: str):
     with pytest.raises(UserError, match=re.escape(message)):
         build()
+
+
+def test_an_empty_batch_gives_an_empty_batch():
+    for spec in (RoutingSpec(), RoutingSpec(shared_qk=False), RoutingSpec(strict=True)):
+        x = torch.zeros(0, 2, 5, 6)
+        assert spec.build().operator(x, x, Mask(causal=True)).apply(x).shape == x.shape

@@ -100,7 +100,7 @@ class Bands(Tiles):
         window = torch.arange(n_tiles, device=order.device)[:, None] * tile
         window = window + torch.arange(back + tile, device=order.device)
         self._keys = padded[:, :, window].flatten(1, 2)
-        self.queries, self.n_keys = self._keys[:, :, back:], back + tile
+        self.queries, self.n_keys, self.disjoint = self._keys[:, :, back:], back + tile, sheets * n_tiles
 
     def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
         """The tokens before the queries in order, and these."""

@@ -62,11 +62,12 @@ class Centroids(nn.Module):
         if not self.training:
             return ()
         total = torch.zeros((), device=real.device)
-        for x, cluster in tokens:
-            unit, heads = x / math.sqrt(x.shape[3]), torch.arange(x.shape[1], device=x.device)[:, None]
-            self._collect(unit, cluster, real)
-            distance = (unit - self.of(x)[heads, cluster]).square().sum(-1)
-            total = total + (distance * real[:, None]).sum()
+        with torch.autocast(real.device.type, enabled=False):
+            for x, cluster in tokens:
+                unit, heads = x / math.sqrt(x.shape[3]), torch.arange(x.shape[1], device=x.device)[:, None]
+                self._collect(unit, cluster, real)
+                distance = (unit - self.of(x)[heads, cluster]).square().sum(-1)
+                total = total + (distance * real[:, None]).sum()
         count = real.sum() * (len(tokens) * tokens[0][0].shape[1])
         return (LossTerm(total, count, self.commitment),) if self.commitment else ()
 
@@ -89,3 +90,10 @@ class Centroids(nn.Module):
         vectors.copy_(torch.where(counts > 0, moved, vectors))
         self.sums.zero_()
         self.counts.zero_()
+
+
+def update(model: nn.Module) -> None:
+    """Call after each step of training: moves all centroids of a model to the tokens seen since the last call."""
+    for module in model.modules():
+        if isinstance(module, Centroids):
+            module.update()

@@ -5,20 +5,19 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention.gathered import Tiles, at
+from hasten.attention.gathered import FORBIDDEN, Tiles, at
 
 _TILE_BITS = 6  # a tile has 64 queries
-_BITS = 31  # of a word; the sign stays free
+_BITS = 31  # of a word for clusters
+_IDLE = -(1 << 31)  # and the sign, which idle rows have joined and everybody asked before
 
 
 class Clusters(Tiles):
-    """Token i reads itself and the members j of every cluster that it asks; with `causal`, those before it.
+    """Token i reads itself and the members j of every cluster that it asks; with `causal`, those up to itself.
 
     asks and members (B, H, clusters, N); no cluster has more than `most` members. A pair of several clusters counts in
     the first of them. Queries of a cluster, by position, fill tiles of 64; all its members are the keys of each.
     """
-
-    own = 0.0
 
     def __init__(
         self,
@@ -36,33 +35,30 @@ class Clusters(Tiles):
         flat = members.flatten(0, 1)
         self.n_keys, self._members = most, _compacted(flat, flat.cumsum(-1) - 1, most, length) + first
         queries, owner = _filled(asks, most)
-        # A sheet has a query once in a tile: tiles of the same number in all sheets make a turn. All are one if traced.
-        shape = (1, -1) if torch.compiler.is_compiling() else (-1, sheets)
-        tiles = owner.shape[0]
-        self.queries = (queries + sheet.repeat(tiles)[:, None] * (length + 1)).unflatten(0, shape)
-        self._owner = (owner + sheet * n_clusters).flatten().unflatten(0, shape)
-        self._causal = causal
-        self._positions = torch.arange(length + 1, device=asks.device, dtype=dtype).repeat(sheets)
-        self._idle = (self._positions == length).to(dtype)
-        self._asked, self._joined = _words(asks), _words(members)
+        # A tile has a query once: tiles of the same number, one of each sheet, are disjoint.
+        self.disjoint, n_tiles = sheets, owner.shape[0]
+        self.queries = (queries + sheet.repeat(n_tiles)[:, None] * (length + 1))[None]
+        self._owner = (owner + sheet * n_clusters).flatten()
+        self._dtype, self.own = dtype, FORBIDDEN * F.pad((asks & members).any(1), (0, 1)).flatten().to(dtype)
+        self._ages = -torch.arange(length + 1, device=asks.device, dtype=dtype).repeat(sheets) if causal else None
         earlier = torch.ones(n_clusters, n_clusters, dtype=torch.bool, device=asks.device).triu(1)
-        self._earlier = [word[:-1].repeat(sheets) for word in _words(earlier[None])]
+        self._asked, self._joined = _words(asks, 0), _words(members, _IDLE)
+        self._earlier = [word[:-1].repeat(sheets) for word in _words(earlier[None], 0)]
 
     def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
         """The members of their clusters."""
-        return self._members.index_select(0, self._owner[turn, part])
+        return self._members.index_select(0, self._owner[part])
 
     def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
-        """The row itself, later ones, idle ones, and pairs of an earlier cluster: arithmetic, as for bands."""
-        rows, owner = self.queries[turn, part], self._owner[turn, part]
-        distances = at(self._positions, rows)[:, :, None] - at(self._positions, cols)[:, None, :]
-        if self._causal:
-            out = distances.neg_().add_(1.0).relu_()
-        else:
-            out = distances.abs_().neg_().add_(1.0).relu_().add_(at(self._idle, cols)[:, None, :])
+        """Idle and later rows, and pairs that have an earlier cluster in common."""
+        rows, owner, out = self.queries[turn, part], self._owner[part], None
         for asked, joined, earlier in zip(self._asked, self._joined, self._earlier, strict=True):
-            before = at(asked, rows) & at(earlier, owner)[:, None]
-            out += (before[:, :, None] & at(joined, cols)[:, None, :]).clamp_(max=1).to(out.dtype)
+            before = at(asked, rows) & at(earlier, owner)[:, None] | _IDLE
+            common = (before[:, :, None] & at(joined, cols)[:, None, :]).to(self._dtype).abs_()
+            out = common if out is None else out.add_(common)
+        assert out is not None
+        if self._ages is not None:
+            out += (at(self._ages, rows)[:, :, None] - at(self._ages, cols)[:, None, :]).relu_()
         return out
 
 
@@ -75,7 +71,7 @@ def _filled(asks: Bool[Tensor, "S clusters N"], most: int) -> tuple[Int[Tensor, 
     n_tiles = (asks.sum(-1) + size - 1) // size
     ends = n_tiles.cumsum(-1)
     # For all lengths: a query is a member of its clusters or asks only one, and there are at least two tiles.
-    total = (n_clusters * most + length) // size + n_clusters + 1 if traced else max(int(ends[:, -1].max()), 1)
+    total = (n_clusters * most + length) // size + n_clusters + 1 if traced else max(ends[:, -1].tolist(), default=0)
     places = asks.cumsum(-1) - 1
     places = (places & (size - 1)) * total + (places >> bits) + (ends - n_tiles)[..., None]
     queries = _compacted(asks.flatten(1), places.flatten(1), size * total, length)
@@ -93,11 +89,11 @@ def _compacted(chosen: Bool[Tensor, "*S M"], places: Int[Tensor, "*S M"], size: 
     return out.scatter(-1, places.masked_fill(~chosen, size), positions.expand(chosen.shape))[..., :-1] + length
 
 
-def _words(chosen: Bool[Tensor, "S clusters N"]) -> list[Int[Tensor, "R"]]:
-    """For every row, the clusters that chose it, as bits. No cluster is earlier than the last: it needs no bit."""
+def _words(chosen: Bool[Tensor, "S clusters N"], idle: int) -> list[Int[Tensor, "R"]]:
+    """For every row, the clusters that chose it, as bits; idle rows are given. The last is earlier than none."""
     words = []
     for start in range(0, max(chosen.shape[1] - 1, 1), _BITS):
         some = chosen[:, start : start + _BITS].int()
         bits = torch.tensor([1 << bit for bit in range(some.shape[1])], dtype=torch.int32, device=some.device)
-        words.append(F.pad((some * bits[:, None]).sum(1, dtype=torch.int32), (0, 1)).flatten())
+        words.append(F.pad((some * bits[:, None]).sum(1, dtype=torch.int32), (0, 1), value=idle).flatten())
     return words

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten.attention.base import Operator, Weights
 from hasten.attention.masks import silence
 
-FORBIDDEN = -1e30  # times a positive number of at most 1e8: finite in float32, and nothing beside any score
+FORBIDDEN = -1e25  # times a positive number of at most 1e12: finite in float32, and nothing beside any score
 _BITS = math.log2(math.e)
 _ALL = slice(None)
 _GROUP = 2**18  # scores computed at a time, so that a few tensors of them stay in the cache of a core
@@ -24,13 +24,14 @@ class Tiles(ABC):
 
     Rows are positions of flat tensors (R, D), R = sheets * (N + 1): every sheet (a head of a sentence) ends with an
     idle row, which stands wherever a tile is not full. queries (turns, P, I) holds rows: tile (t, p) is a block of
-    scores of I of them with `n_keys` others. Within a turn no row but idle ones is a query twice. `own` is added to a
-    row's score with itself, which is no part of any tile.
+    scores of I of them with `n_keys` others. Of `disjoint` tiles in a row, from the first of a turn on, none has a
+    query of another, but for idle ones. Beside the tiles every row reads itself, with `own` added to that score.
     """
 
     queries: Int[Tensor, "turns P I"]
     n_keys: int
-    own: float
+    disjoint: int
+    own: Float[Tensor, "R"] | float
 
     @abstractmethod
     def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
@@ -38,18 +39,23 @@ class Tiles(ABC):
 
     @abstractmethod
     def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
-        """Positive, at most 1e8, where a pair of these tiles, with keys `cols`, must not be read, else 0.
+        """Positive, from 1/2 to 1e12, where a pair of these tiles, with keys `cols`, must not be read, else 0.
 
-        It must not be for a row and itself, and in all tiles but one for a pair that several tiles hold.
+        A pair that several tiles hold may be read in one of them, a row and itself in one if `own` forbids it.
         """
 
     def parts(self) -> Iterator[tuple[int, slice]]:
-        """All tiles, a few at a time."""
+        """All tiles, a few at a time: some of one disjoint run, or several runs."""
         turns, n_tiles, size = self.queries.shape
-        group = max(1, _GROUP // (size * self.n_keys))
+        if n_tiles == 0:
+            return
+        few = max(1, _GROUP // (size * self.n_keys))
+        run = self.disjoint * max(1, few // self.disjoint)
         for turn in range(turns):
-            for start in range(0, n_tiles, group):
-                yield turn, slice(start, start + group)
+            for start in range(0, n_tiles, run):
+                stop = min(start + run, n_tiles)
+                for first in range(start, stop, min(few, run)):
+                    yield turn, slice(first, min(first + few, stop))
 
 
 def attend(q: Float[Tensor, "R D"], k: Float[Tensor, "R D"], v: Float[Tensor, "R V"], tiles: Tiles) -> Tensor:
@@ -102,16 +108,12 @@ class _Blockwise(torch.autograd.Function):
             for turn, part in tiles.parts():
                 rows, cols = tiles.queries[turn, part], tiles.keys(turn, part)
                 weights = _scores(_rows(q, rows), _rows(k, cols), tiles.forbidden(turn, part, cols))
-                top, rows = weights.amax(-1), rows.flatten()
+                top = weights.amax(-1)
                 weights.sub_(top[..., None]).exp2_()
-                sums = weights.sum(-1)
-                mixed = torch.bmm(weights, _rows(v, cols)).flatten(0, 1)
-                old = total.index_select(0, rows)
-                both = torch.logaddexp2(old, (top + sums.log2()).flatten())
-                mixed.mul_((top.flatten() - both).exp2_()[:, None])
-                mixed.addcmul_(out.index_select(0, rows), (old - both).exp2_()[:, None])
-                out.index_copy_(0, rows, mixed)
-                total.index_copy_(0, rows, both)
+                new = top + weights.sum(-1).log2_()
+                mixed = torch.bmm(weights, _rows(v, cols))
+                for one in zip(*(x.split(tiles.disjoint) for x in (rows, mixed, top, new)), strict=True):
+                    _merge(out, total, *(x.flatten(0, 1) for x in one))
         ctx.save_for_backward(q, k, v, out, own.sub_(total).exp2_(), total)
         ctx.tiles = tiles
         return out
@@ -139,6 +141,16 @@ class _Blockwise(torch.autograd.Function):
                 d_k.index_add_(0, cols, torch.bmm(d_scores.transpose(1, 2), q_rows).flatten(0, 1))
                 d_v.index_add_(0, cols, torch.bmm(p.transpose(1, 2), d_rows).flatten(0, 1))
         return d_q.mul_(scale), d_k.mul_(scale), d_v, None
+
+
+def _merge(out: Tensor, total: Tensor, rows: Tensor, mixed: Tensor, top: Tensor, new: Tensor) -> None:
+    """Take in sums of exp(score - top) v of different rows, and their log-sum-exp."""
+    old = total.index_select(0, rows)
+    both = torch.logaddexp2(old, new)
+    mixed.mul_((top - both).exp2_()[:, None])
+    mixed.addcmul_(out.index_select(0, rows), (old - both).exp2_()[:, None])
+    out.index_copy_(0, rows, mixed)
+    total.index_copy_(0, rows, both)
 
 
 def at(x: Shaped[Tensor, "R"], rows: Int[Tensor, "*n"]) -> Shaped[Tensor, "*n"]:
