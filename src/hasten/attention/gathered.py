@@ -212,4 +212,4 @@ class TileOperator(Operator):
         wide = silence(v, self.keys).to(self.q.dtype)
         with torch.autocast(v.device.type, enabled=False):
             out = attend(self.q, self.k, flat(wide), self.tiles)
-        return silence(out.view(batch, heads, length + 1, -1)[:, :, :length], self.keys)
+        return silence(out.view(batch, heads, length + 1, v.shape[3])[:, :, :length], self.keys)
