@@ -59,8 +59,9 @@ class Directions(nn.Module):
         return self.rows[:, :width]
 
     def _draw(self) -> None:
-        # A block of seeds for each seed, as far apart as a program can redraw; torch mixes neighbouring seeds well.
-        generator = torch.Generator().manual_seed(int(self.seed) * 2**31 + int(self.draws))
+        # Seeds of the draws are a random sequence: the generator reads 32 bits of a seed, too few for two numbers.
+        seeds = torch.randint(2**32, (int(self.draws) + 1,), generator=torch.Generator().manual_seed(int(self.seed)))
+        generator = torch.Generator().manual_seed(int(seeds[-1]))
         n, width = self.rows.shape
         rows = torch.randn(n, width, generator=generator, dtype=torch.float64)
         if self.orthogonal:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -101,14 +102,14 @@ class PerformerAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> KernelOperator:
         """The linear map; no T x S matrix is formed."""
         self.check(q, k, mask)
-
-        def make(q: Tensor, k: Tensor) -> Sums:
-            a, b = self._of_queries(q), unread(self._of_keys(silence(k, mask.keys)), mask.keys, -torch.inf)
-            return causal_sums("scaled", a, b) if mask.causal else _over_all(a, b)
-
         with torch.autocast(q.device.type, enabled=False):
-            sums = by_heads(make, q, k, len(self.signs) * self.directions.rows.shape[0])
+            n_features = len(self.signs) * self.directions.rows.shape[0]
+            sums = by_heads(partial(self._sums, mask), q, k, n_features)
         return KernelOperator(Ratio(sums), k, mask.keys)
+
+    def _sums(self, mask: Mask, q: Tensor, k: Tensor) -> Sums:
+        a, b = self._of_queries(q), unread(self._of_keys(silence(k, mask.keys)), mask.keys, -torch.inf)
+        return causal_sums("scaled", a, b) if mask.causal else _over_all(a, b)
 
     def _of_queries(self, q: Tensor) -> Tensor:
         """Logarithms of features, up to a term for each query that the ratio cancels."""
