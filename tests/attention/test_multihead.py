@@ -177,7 +177,14 @@ NEEDS = [
     (set(), False, (-1, -1, 0)),
     ({"query", "key"}, True, (0, 0, 1)),
 ]
-each_need = pytest.mark.parametrize(("needs", "shared", "rows"), NEEDS, ids=str)
+
+
+def name_of(value: object) -> str:
+    """The same in every process: a set has no order."""
+    return " and ".join(sorted(value)) or "nothing" if isinstance(value, set) else str(value)
+
+
+each_need = pytest.mark.parametrize(("needs", "shared", "rows"), NEEDS, ids=name_of)
 
 
 def frugal(needs: set[str], shared: bool, bias: bool = True) -> MultiHeadAttention:
@@ -234,7 +241,7 @@ def test_one_projection_for_queries_and_keys_equals_two_of_the_same_rows():
     torch.testing.assert_close(one(x, memory=memory), two(x, memory=memory), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("needs", [{"query"}, set()], ids=str)
+@pytest.mark.parametrize("needs", [{"query"}, set()], ids=name_of)
 def test_fewer_projections_start_at_the_scale_of_three(needs: set[str]):
     torch.manual_seed(0)
     layer = MultiHeadAttention(64, 4, Frugal(needs=frozenset(needs)))
