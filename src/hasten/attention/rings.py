@@ -34,7 +34,7 @@ class Ring:
         """The members of the buckets of n tokens."""
         n_buckets, size, width = self.held.shape[3:]
         first = torch.arange(bucket.shape[:3].numel(), device=bucket.device).view(*bucket.shape[:3], 1) * n_buckets
-        found = self.held.reshape(-1, size * width).index_select(0, (first + bucket).flatten())
+        found = self.held.view(-1, size * width).index_select(0, (first + bucket).flatten())
         return found.view(*bucket.shape, size, width)
 
     def after(self, new: Float[Tensor, "B H n D"], slots: Int[Tensor, "B H rounds m"] | None) -> "Ring":
@@ -144,7 +144,8 @@ def _written(held: Tensor, recent: Tensor, slots: Tensor) -> Tensor:
     index = slots[..., None].expand(*slots.shape, recent.shape[3])
     source = recent[:, :, None].expand(*slots.shape, recent.shape[3])
     flat = F.pad(held.flatten(3, 4), (0, 0, 0, 1)).scatter(3, index, source)
-    return flat[:, :, :, :-1].reshape(held.shape)
+    # Contiguous, or every read would copy all of it.
+    return flat[:, :, :, :-1].contiguous().view(held.shape)
 
 
 def _once(readable: Tensor, positions: Tensor) -> Tensor:
