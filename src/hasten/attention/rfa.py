@@ -104,8 +104,9 @@ class RandomFeatureAttention(Attention):
 
     def features(self, x: Float[Tensor, "B H n D"]) -> Float[Tensor, "B H n M"]:
         """phi(x), of twice as many entries as there are waves."""
-        scaled = F.normalize(x.to(wide(x)), dim=-1) * self.sigma[: x.shape[-1]].to(wide(x))
-        waves = self.directions.project(scaled)
+        width, x = x.shape[-1], x.to(wide(x))
+        rows = self.directions.of_width(width).to(x.dtype) * self.sigma[:width].to(x.dtype)
+        waves = F.normalize(x, dim=-1) @ rows.T
         return torch.cat((waves.sin(), waves.cos()), dim=-1) / math.sqrt(waves.shape[-1])
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
