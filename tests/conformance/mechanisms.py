@@ -202,7 +202,7 @@ CASES = (
         equivariant=True,
     ),
     Case("rfa", RFASpec(features=16, d_head=16), equivariant=True),
-    Case("rfa, sharp", RFASpec(features=32, d_head=16, sigma=2.0), equivariant=True),
+    Case("rfa, sharp", RFASpec(features=64, d_head=16, sigma=1.5), equivariant=True),
     Case("rfa, gate", RFASpec(features=16, d_head=16, gate=True, n_heads=2)),
     Case("linformer", LinformerSpec(max_length=12, rank=4)),
     Case("linformer, by head", LinformerSpec(max_length=12, rank=5, sharing="none", n_heads=2)),
