@@ -19,7 +19,7 @@ class Centroids(nn.Module):
     moves mu <- decay mu + (1 - decay) mean of its tokens, then makes it a unit vector again; a cluster without tokens
     stays. Means, not sums: these would weigh a centroid by the number of its tokens. Processes that train together add
     their sums first. Fewer heads and narrower tokens use the first rows and columns.
-    Errors: `UserError` for more heads or wider ones. Source: Roy et al., 2021, section 4.1, which adds sums.
+    Errors: `UserError` for more heads or wider ones. Source: after Roy et al., 2021, section 4.
     """
 
     vectors: Tensor

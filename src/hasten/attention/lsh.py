@@ -134,7 +134,7 @@ class LSHAttention(Attention):
     to an even number, at most `hashing.buckets`: a sentence of one chunk is read by all of it.
     q (B, H, N, D); k is not read. Scores in float32 or wider. Padding takes no part, wherever it stands.
     Causal only in the values: a later token can move who shares a chunk. It does not decode; `StrictLSHAttention` does.
-    Source: Kitaev et al., 2020, sections 2 and 3. Time O(rounds N chunk D), memory O(rounds N).
+    Source: Kitaev et al., 2020, section 2. Time O(rounds N chunk D), memory O(rounds N).
     """
 
     traits = Traits(

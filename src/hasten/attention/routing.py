@@ -77,8 +77,7 @@ class RoutingAttention(Attention):
     `StrictRoutingAttention` does.
     Training: tokens are collected for the centroids, which `update` moves; call it once per step of the optimiser.
     The operator's losses hold the mean of |x / sqrt(D) - its nearest centroid|^2 over queries and keys of their own.
-    Source: Roy et al., 2021, section 4.1. Its causal models share queries and keys, as here unless told otherwise; it
-    leaves tokens of no cluster without output, and counts a pair of several clusters in each.
+    Source: Roy et al., 2021, section 4. What becomes of tokens of no cluster and of several is decided here.
     Time O(N (clusters + window) D), memory O(N clusters).
     """
 
