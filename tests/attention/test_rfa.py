@@ -149,10 +149,11 @@ def test_a_wider_head_is_refused_with_what_to_do():
         build().operator(torch.ones(1, 2, 4, 9), torch.ones(1, 2, 4, 9), Mask())
 
 
+@pytest.mark.parametrize("sigma", [1.0, 20.0])  # at the latter many denominators are at the floor
 @pytest.mark.parametrize("gate", [False, True], ids=["lasting", "fading"])
-def test_chunks_and_steps_equal_the_definition_beyond_one_chunk(gate: bool):
+def test_chunks_and_steps_equal_the_definition_beyond_one_chunk(gate: bool, sigma: float):
     q, k, v = draw(300)
-    attention, mask = build(gate=gate), Mask(causal=True)
+    attention, mask = build(gate=gate, sigma=sigma), Mask(causal=True)
     out, expected = attention.operator(q, k, mask).apply(v), attention.reference(q, k, mask) @ v
     close(out, expected)
     wrt = (q, k, v, *attention.parameters())

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hasten.attention.base import Attention, State, StepOperator, Traits
-from hasten.attention.kernel import EverySums, KernelOperator, LogState, log_levels, log_step, unread, wide
+from hasten.attention.kernel import EverySums, KernelOperator, LogState, log_levels, log_step, noisy, unread, wide
 from hasten.attention.masks import Mask, silence
 from hasten.attention.prefix_sums import LOWEST
 from hasten.attention.traced_sums import causal_sums
@@ -34,9 +34,9 @@ class EfficientAttention(Attention):
     over the positions up to i, as exp(k_jr - log sum_(l <= i) exp(k_lr)). Both sum to 1, so without a denominator the
     weights of a row do too: sum_j w_ij = sum_r softmax_r(q_i)_r sum_j softmax_j(k_jr) = 1. A query that may read
     nothing gets exactly 0. q (B, H, T, D), k (B, H, S, D), without scaling, as in the source.
-    Cost: 2 (T + S) D Dv multiplications and D (T + S) exponentials; causal, chunks of 64 keys add about 32 (D + Dv) T
-    multiplications and 6 times the exponentials. Decoding keeps D (Dv + 1) numbers a head: averages and logarithms of
-    their weight, so that no length and no magnitude overflows.
+    Cost: (T + S) D Dv multiplications and (T + S) D exponentials; causal, chunks of 128 keys add about 64 (D + Dv) T
+    multiplications and several times the exponentials. Decoding keeps D (Dv + 1) numbers a head: averages, and
+    logarithms of their weight, so that no length and no magnitude overflows.
     Does not: approximate softmax(q k^T); drop weights, which are never formed; take patterns.
     Source: Shen et al., 2021, "Efficient Attention: Attention with Linear Complexities", section 3. The causal form and
     its decoding are derived here; the source has none.
@@ -56,14 +56,14 @@ class EfficientAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> KernelOperator:
         """The linear map; no T x S matrix is formed."""
         self.check(q, k, mask)
-        wide_q, wide_k = q.to(wide(q)), silence(k, mask.keys).to(wide(k))
+        wide_q, wide_k = q.to(wide(q)), silence(k, noisy(mask)).to(wide(k))
         if mask.causal:
             sums = causal_sums("averaging", wide_q.log_softmax(-1), unread(wide_k, mask.keys, -torch.inf))
         else:
             # A softmax over nothing is uniform here; then it is zeroed.
             over_keys = unread(unread(wide_k, mask.keys, LOWEST).softmax(2), mask.keys)
             sums = EverySums(wide_q.softmax(-1), over_keys)
-        return KernelOperator(sums, k, mask.keys)
+        return KernelOperator(sums, k, noisy(mask))
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition, one query at a time: its softmax times that of every feature over the keys it may read."""

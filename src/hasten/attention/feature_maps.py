@@ -15,7 +15,7 @@ class Directions(nn.Module):
     A narrower head counts as padded with zeros, which leaves products as they are: it reads the first entries of rows.
     State: `seed`, `draws` (how often drawn again), `calls` (of `advance`), `rows`. Rows are a function of seed, draws
     and shape alone, drawn on the CPU: every process and every device has the same.
-    Source: Choromanski et al., 2021, "Rethinking Attention with Performers", section 2.4 and appendix B.
+    Source: Choromanski et al., 2021, "Rethinking Attention with Performers", section 2.4.
     """
 
     rows: Tensor

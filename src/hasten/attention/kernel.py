@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.attention.base import Operator, State, StepOperator, Weights
 from hasten.attention.log_sums import LogPrefixSums
-from hasten.attention.masks import silence
+from hasten.attention.masks import Mask, silence
 from hasten.attention.prefix_sums import LOWEST, grid_of
 from hasten.attention.traced_sums import Sums
 
@@ -21,7 +21,7 @@ SMALL = 1 << 18
 class EverySums:
     """v -> sum_j (q_i . k_j) v_j over all keys, as q (k^T v): the S keys are summed up once, before the T queries come.
 
-    q (B, H, T, m), k (B, H, S, m): features, zero at keys that are not to be read. 2 (T + S) m D operations.
+    q (B, H, T, m), k (B, H, S, m): features, zero at keys that are not to be read. (T + S) m D multiplications.
     """
 
     q: Tensor
@@ -86,7 +86,10 @@ def divided(sums: Tensor, floor: Tensor | None) -> Tensor:
 
 
 class KernelOperator(Operator):
-    """The map `sums`, computed in float32 or wider even under autocast; values at False `keys` (B, S) are not read."""
+    """The map `sums`, computed in float32 or wider even under autocast.
+
+    `keys` (B, S) are False where values are not read; None where they are zero, or weigh nothing and are finite.
+    """
 
     def __init__(self, sums: Sums, like: Float[Tensor, "B H S D"], keys: Bool[Tensor, "B S"] | None):
         self.sums, self.like, self.keys = sums, like, keys
@@ -178,6 +181,11 @@ def log_step(a: Tensor, b: Tensor, before: Tensor, levels: Tensor) -> tuple[Kern
     keep = (before - after).exp().transpose(-1, -2)
     step = KernelStep(among, (a + (before - levels)).exp(), (b - after).exp(), keep, None)
     return step, LogState(after.squeeze(2))
+
+
+def noisy(mask: Mask) -> Bool[Tensor, "B S"] | None:
+    """The keys to silence: none where the mask promises that padding holds zeros."""
+    return None if mask.silent else mask.keys
 
 
 def wide(x: Tensor) -> torch.dtype:

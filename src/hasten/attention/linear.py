@@ -16,6 +16,7 @@ from hasten.attention.kernel import (
     KernelStep,
     Normaliser,
     Ratio,
+    noisy,
     unread,
     wide,
 )
@@ -45,10 +46,10 @@ class LinearAttention(Attention):
     positive, so the weights of a row are positive and sum to 1. q (B, H, T, D), k (B, H, S, D); there is no scaling by
     1 / sqrt(D), which the map would not undo. Nothing is added to the denominator. A query that may read nothing gets
     exactly 0; so does one whose weights all underflow (with elu, where every entry of all its keys is below about -87).
-    Cost: 2 (T + S) D Dv multiplications, instead of (D + Dv) T S; causal, chunks of 64 keys add about 32 (D + Dv) T.
+    Cost: (T + S) D Dv multiplications, instead of (D + Dv) T S; causal, chunks of 64 keys add 64 (D + Dv) T.
     Decoding keeps D (Dv + 1) numbers a head, whatever the length.
     Does not: approximate softmax (it is another kernel); drop weights, which are never formed; take patterns.
-    Source: Katharopoulos et al., 2020, "Transformers are RNNs", section 3. ReLU: Choromanski et al., 2021, section 4.
+    Source: Katharopoulos et al., 2020, "Transformers are RNNs", section 3. ReLU: Choromanski et al., 2021.
     """
 
     traits = Traits(
@@ -70,9 +71,9 @@ class LinearAttention(Attention):
         """The linear map; no T x S matrix is formed."""
         self.check(q, k, mask)
         read = self.feature(_raised(q.to(wide(q))))
-        write = unread(self.feature(silence(k, mask.keys).to(wide(k))), mask.keys)
+        write = unread(self.feature(silence(k, noisy(mask)).to(wide(k))), mask.keys)
         sums = causal_sums("plain", read, write) if mask.causal else EverySums(read, write)
-        return KernelOperator(Ratio(sums), k, mask.keys)
+        return KernelOperator(Ratio(sums), k, noisy(mask))
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition: the matrix of products, masked, divided by its row sums."""

@@ -19,6 +19,7 @@ from hasten.attention.kernel import (
     by_heads,
     log_levels,
     log_step,
+    noisy,
     unread,
     wide,
 )
@@ -63,8 +64,8 @@ class PerformerAttention(Attention):
     Numbers: features are handled by their logarithms. Each is divided by its largest value among the keys, in causal
     attention among the keys so far, which the ratio cancels exactly; nothing is added to features or denominators, no
     magnitude of finite inputs overflows or empties a row, and nothing later shows in what is earlier.
-    Cost: (T + S) m (2 D + Dv) multiplications and (T + S) m exponentials; causal, chunks of 64 keys add about
-    32 (m + Dv) T multiplications and 6 times the exponentials. Decoding keeps m (Dv + 1) numbers a head.
+    Cost: (T + S) m (D + Dv) multiplications and (T + S) m exponentials; causal, chunks of 128 keys add about
+    64 (m + Dv) T multiplications and about as many exponentials again. Decoding keeps m (Dv + 1) numbers a head.
     Randomness: the directions are drawn when built, from `seed`, and again by `redraw()` only, or on a schedule that
     `feature_maps.advance(model)` counts in training. A forward pass never draws.
     Errors: `UserError` for heads wider than d_head.
@@ -105,10 +106,10 @@ class PerformerAttention(Attention):
         with torch.autocast(q.device.type, enabled=False):
             n_features = len(self.signs) * self.directions.rows.shape[0]
             sums = by_heads(partial(self._sums, mask), q, k, n_features)
-        return KernelOperator(Ratio(sums), k, mask.keys)
+        return KernelOperator(Ratio(sums), k, noisy(mask))
 
     def _sums(self, mask: Mask, q: Tensor, k: Tensor) -> Sums:
-        a, b = self._of_queries(q), unread(self._of_keys(silence(k, mask.keys)), mask.keys, -torch.inf)
+        a, b = self._of_queries(q), unread(self._of_keys(silence(k, noisy(mask))), mask.keys, -torch.inf)
         return causal_sums("scaled", a, b) if mask.causal else _over_all(a, b)
 
     def _of_queries(self, q: Tensor) -> Tensor:
