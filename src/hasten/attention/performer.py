@@ -62,8 +62,9 @@ class PerformerAttention(Attention):
     may read nothing gets exactly 0. Weights are positive and sum to 1. The kernel is estimated without bias, the ratio
     is not. Variance grows as exp(|x + y|^2): for queries and keys with large products many features are needed.
     Numbers: features are handled by their logarithms. Each is divided by its largest value among the keys, in causal
-    attention among the keys so far, which the ratio cancels exactly; nothing is added to features or denominators, no
-    magnitude of finite inputs overflows or empties a row, and nothing later shows in what is earlier.
+    attention among the keys so far, which the ratio cancels exactly; nothing is added to features or denominators.
+    However far keys differ in size, no sum overflows, no row is emptied, and nothing later shows in what is earlier.
+    The logarithms grow as |k|^2, and lose digits with it.
     Cost: (T + S) m (D + Dv) multiplications and (T + S) m exponentials; causal, chunks of 128 keys add about
     64 (m + Dv) T multiplications and about as many exponentials again. Decoding keeps m (Dv + 1) numbers a head.
     Randomness: the directions are drawn when built, from `seed`, and again by `redraw()` only, or on a schedule that

@@ -61,7 +61,8 @@ class RandomFeatureAttention(Attention):
     Denominators: the estimate may be near 0 or negative, where the kernel is small. It is replaced by 0.01 sum_j c_ij
     where it is less; there the weights of a row sum to less than 1, or to less than 0, so this is no average of values.
     Weights can be negative. A query that may read nothing gets exactly 0.
-    Cost: (T + S) m (D + 2 Dv) multiplications; causal, chunks of 64 keys add 64 (2 m + Dv) T. Decoding keeps 2 m (Dv + 1) numbers a head.
+    Cost: (T + S) m (D + 2 Dv) multiplications; causal, chunks of 64 keys add 64 (2 m + Dv) T. Decoding keeps
+    2 m (Dv + 1) numbers a head.
     Randomness: the waves are drawn when built, from `seed`, and again by `redraw()` only, or on a schedule that
     `feature_maps.advance(model)` counts in training. A forward pass never draws.
     Errors: `UserError` for heads wider than d_head, and with a gate for another number of heads.
