@@ -283,3 +283,13 @@ def test_an_empty_batch_gives_an_empty_batch():
     for strict in (False, True):
         x = torch.zeros(0, 2, 5, 6)
         assert LSHSpec(strict=strict).build().operator(x, x, Mask(causal=True)).apply(x).shape == x.shape
+
+
+def test_every_seed_and_every_draw_has_rotations_of_its_own():
+    seen = []
+    for seed in range(5):
+        attention = LSHSpec(seed=seed).build()
+        for _ in range(3):
+            seen.append(attention.hashing.rotations.clone())
+            attention.redraw()
+    assert not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])

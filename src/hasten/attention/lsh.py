@@ -77,7 +77,9 @@ class Hash(nn.Module):
     def redraw(self) -> None:
         """New random rotations: the next draw of the seed."""
         self.draws += 1
-        generator = torch.Generator().manual_seed(self.seed * 2**31 + int(self.draws))
+        # torch's generator reads 32 bits of a seed: each draw has a seed of its own, drawn from the first.
+        seeds = torch.randint(2**32, (int(self.draws) + 1,), generator=torch.Generator().manual_seed(self.seed))
+        generator = torch.Generator().manual_seed(int(seeds[-1]))
         self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
 
     @torch.no_grad()
