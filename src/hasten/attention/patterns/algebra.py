@@ -126,10 +126,34 @@ def walk(pattern: Pattern) -> Iterable[Pattern]:
 
 
 @dataclass(frozen=True)
-class Union(Pattern):
-    """Pairs that any part allows."""
+class Composite(Pattern):
+    """A pattern made of parts, which is what its parts are."""
 
     parts: tuple[Pattern, ...]
+
+    @property
+    def relative(self) -> bool:
+        """Where all parts are."""
+        return all(part.relative for part in self.parts)
+
+    @property
+    def of_length(self) -> bool:
+        """Where any part is."""
+        return any(part.of_length for part in self.parts)
+
+    @property
+    def of_query(self) -> bool:
+        """Where any part is."""
+        return any(part.of_query for part in self.parts)
+
+    def breaks(self, scene: Scene) -> tuple[int, ...]:
+        """Those of all parts."""
+        return tuple(at for part in self.parts for at in part.breaks(scene))
+
+
+@dataclass(frozen=True)
+class Union(Composite):
+    """Pairs that any part allows."""
 
     def allows(self, i: Tensor, j: Tensor, scene: Scene) -> Tensor:
         """One or the other."""
@@ -151,34 +175,13 @@ class Union(Pattern):
         """Part by part."""
         return reduce(Pattern.__or__, (part.causal() for part in self.parts))
 
-    @property
-    def relative(self) -> bool:
-        """Where all parts are."""
-        return all(part.relative for part in self.parts)
-
-    @property
-    def of_length(self) -> bool:
-        """Where any part is."""
-        return any(part.of_length for part in self.parts)
-
-    @property
-    def of_query(self) -> bool:
-        """Where any part is."""
-        return any(part.of_query for part in self.parts)
-
-    def breaks(self, scene: Scene) -> tuple[int, ...]:
-        """Those of all parts."""
-        return tuple(at for part in self.parts for at in part.breaks(scene))
-
     def __str__(self) -> str:
         return " | ".join(map(str, self.parts))
 
 
 @dataclass(frozen=True)
-class Restriction(Pattern):
+class Restriction(Composite):
     """Pairs that every part allows."""
-
-    parts: tuple[Pattern, ...]
 
     def allows(self, i: Tensor, j: Tensor, scene: Scene) -> Tensor:
         """Both."""
@@ -204,25 +207,6 @@ class Restriction(Pattern):
     def period(self) -> int:
         """Of the part with the longest: the restriction lies inside that part."""
         return max(part.period for part in self.parts)
-
-    @property
-    def relative(self) -> bool:
-        """Where all parts are."""
-        return all(part.relative for part in self.parts)
-
-    @property
-    def of_length(self) -> bool:
-        """Where any part is."""
-        return any(part.of_length for part in self.parts)
-
-    @property
-    def of_query(self) -> bool:
-        """Where any part is."""
-        return any(part.of_query for part in self.parts)
-
-    def breaks(self, scene: Scene) -> tuple[int, ...]:
-        """Those of all parts."""
-        return tuple(at for part in self.parts for at in part.breaks(scene))
 
     def __str__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, Union) else str(part) for part in self.parts)
