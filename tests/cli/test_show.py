@@ -145,7 +145,7 @@ def test_mistakes_are_one_line(arguments, problem: str, monkeypatch, capsys, tmp
 
 
 def test_what_reads_by_content_is_no_pattern(monkeypatch, capsys):
-    from hasten.attention.lsh import LSHSpec
+    from hasten.attention.clustering.lsh import LSHSpec
     from hasten.bench import mechanism
 
     monkeypatch.setattr(mechanism, "mechanism", lambda text: LSHSpec())

@@ -29,17 +29,17 @@ from hasten.attention import (
     Traits,
 )
 from hasten.attention.base import Weights
-from hasten.attention.compressed import CompressedSpec
-from hasten.attention.efficient import EfficientSpec
-from hasten.attention.linear import LinearSpec
-from hasten.attention.linformer import LinformerSpec
-from hasten.attention.lsh import LSHSpec
-from hasten.attention.nystrom import NystromSpec
+from hasten.attention.clustering.lsh import LSHSpec
+from hasten.attention.clustering.routing import RoutingSpec
+from hasten.attention.fewer_keys.compressed import CompressedSpec
+from hasten.attention.fewer_keys.linformer import LinformerSpec
+from hasten.attention.fewer_keys.nystrom import NystromSpec
+from hasten.attention.fewer_keys.sinkhorn import SinkhornSpec
+from hasten.attention.kernels.efficient import EfficientSpec
+from hasten.attention.kernels.linear import LinearSpec
+from hasten.attention.kernels.performer import PerformerSpec
+from hasten.attention.kernels.rfa import RFASpec
 from hasten.attention.patterns import parse
-from hasten.attention.performer import PerformerSpec
-from hasten.attention.rfa import RFASpec
-from hasten.attention.routing import RoutingSpec
-from hasten.attention.sinkhorn import SinkhornSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 
 SIDES = ("right", "left", "interior")

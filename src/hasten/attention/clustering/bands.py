@@ -1,0 +1,130 @@
+"""Tiles over tokens sorted by bucket: whole chunks, or a band of the last few members of a bucket."""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hasten.attention.clustering.gathered import Tiles, at
+
+PENALTY = -1e9  # of a token's score with itself where it is a last resort: beyond any score, within the forbidden
+_TILE = 64  # rows of a tile where the definition leaves them open
+_NOBODY = -(2.0**24)
+
+
+class Rule(ABC):
+    """Who reads whom among tokens sorted by (bucket, position): token i those j with 0 <= code_i - code_j < span.
+
+    Codes do not fall with the rank; a tile of `tile` consecutive ranks reads none but these and the `back` before it.
+    """
+
+    span: int
+    tile: int
+    back: int
+
+    @abstractmethod
+    def codes(self, rank: Int[Tensor, "*n"], bucket: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """The codes of tokens by rank and bucket."""
+
+
+class Chunks(Rule):
+    """Chunks of `size` ranks: a token reads its own chunk and the one before, within its bucket unless `across`."""
+
+    def __init__(self, size: int, across: bool):
+        self.span, self.tile, self.back = 2, size, size
+        self._apart = 0 if across else 2
+
+    def codes(self, rank: Int[Tensor, "*n"], bucket: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """The number of the chunk, two further for every bucket."""
+        return rank // self.tile + self._apart * bucket
+
+
+class Recent(Rule):
+    """A token reads the last `window` members of its bucket up to itself."""
+
+    def __init__(self, window: int):
+        self.span, self.tile, self.back = window, _TILE, window
+
+    def codes(self, rank: Int[Tensor, "*n"], bucket: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """The rank, a window further for every bucket."""
+        return rank + self.span * bucket
+
+
+class Bands(Tiles):
+    """The tokens of a sheet sorted by bucket, stably, in several rounds; who reads whom says the rule.
+
+    A pair of several rounds counts in the first. Padding has a bucket of its own at the end and takes no part.
+    buckets (rounds, B, H, N) in 0..n_buckets-1; real (B, N) is True on tokens, None where all are.
+    """
+
+    def __init__(
+        self,
+        buckets: Int[Tensor, "rounds B H N"],
+        n_buckets: int,
+        real: Bool[Tensor, "B N"] | None,
+        *,
+        rule: Rule,
+        causal: bool,
+        own: float,
+        dtype: torch.dtype,
+    ):
+        length = buckets.shape[3]
+        if real is not None:
+            buckets = buckets.masked_fill(~real[:, None], n_buckets)
+        buckets = buckets.flatten(1, 2)
+        order = buckets.argsort(dim=-1, stable=True)
+        every = torch.arange(length, device=order.device)
+        rank = torch.empty_like(order).scatter_(2, order, every.expand_as(order))
+        codes = rule.codes(rank, buckets).to(dtype)
+        if real is not None:
+            codes = codes.masked_fill(buckets == n_buckets, _NOBODY)
+        self._codes = F.pad(codes, (0, 1), value=_NOBODY).flatten(1)
+        self._span, self._causal, self.own = rule.span, causal, own
+        self._ages = -torch.arange(length + 1, device=order.device, dtype=dtype).repeat(order.shape[1])
+        self._tile(order, rule.tile, rule.back)
+
+    def _tile(self, order: Int[Tensor, "rounds S N"], tile: int, back: int) -> None:
+        """Cut the sorted tokens into tiles; beyond both ends stands the idle row."""
+        sheets, length = order.shape[1:]
+        traced = torch.compiler.is_compiling()
+        if not traced and length <= tile:
+            tile, back = length, 0
+        self._back = back
+        # A traced program is for all lengths only where there are two tiles or more: the last may be idle.
+        n_tiles = (length + tile - 1) // tile + int(traced)
+        # A value of padding that depends on the length would be baked into an exported program: it is zero here.
+        padded = F.pad(order - length, (back, n_tiles * tile - length)) + length
+        padded = padded + torch.arange(sheets, device=order.device)[:, None] * (length + 1)
+        window = torch.arange(n_tiles, device=order.device)[:, None] * tile
+        window = window + torch.arange(back + tile, device=order.device)
+        self._keys = padded[:, :, window].flatten(1, 2)
+        self.queries, self.n_keys, self.disjoint = self._keys[:, :, back:], back + tile, sheets * n_tiles
+
+    def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
+        """The tokens before the queries in order, and these."""
+        return self._keys[turn, part]
+
+    def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
+        """Outside of the span, in an earlier round's span, later, or the token itself.
+
+        Codes and ages are whole numbers, so what is to be positive is at least 1/2. Arithmetic on them is several
+        times faster on a CPU than comparisons and truth values.
+        """
+        rows = self.queries[turn, part]
+        middle = (self._span - 1) / 2
+        out = self._distances(turn, rows, cols, middle).sub_(middle).relu_()
+        for earlier in range(turn):
+            out += self._distances(earlier, rows, cols, middle).neg_().add_(middle + 0.5).relu_()
+        if self._causal:
+            out += _differences(self._ages, rows, cols).relu_()
+        out.diagonal(self._back, 1, 2).add_(1.0)
+        return out
+
+    def _distances(self, turn: int, rows: Tensor, cols: Tensor, middle: float) -> Tensor:
+        return _differences(self._codes[turn], rows, cols, middle).abs_()
+
+
+def _differences(x: Float[Tensor, "R"], rows: Tensor, cols: Tensor, less: float = 0.0) -> Float[Tensor, "p I J"]:
+    return at(x, rows)[:, :, None].sub(less) - at(x, cols)[:, None, :]

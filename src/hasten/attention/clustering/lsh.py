@@ -1,0 +1,275 @@
+"""Reformer: tokens read those that fall into the same bucket of a locality-sensitive hash."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
+from hasten.attention.clustering.bands import PENALTY, Bands, Chunks, Recent, Rule
+from hasten.attention.clustering.gathered import TileOperator, widened
+from hasten.attention.clustering.rings import Members, RingStep
+from hasten.attention.masks import Mask, silence
+from hasten.errors import UserError
+from hasten.fields import PositiveInt, Seed, Spec
+
+_SHORTEST = 1e-3  # what is shorter is divided by this instead of its length: gradients stay finite at zero
+_MOST = 64  # buckets of one hash; more are the product of two
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSHSpec(Spec):
+    """Locality-sensitive hashing (Reformer): a token reads others of its own buckets; keys are the queries."""
+
+    kind: Literal["lsh"] = "lsh"
+    """The mechanism's name."""
+    chunk: PositiveInt = 64
+    """Sorted tokens of a chunk: a token reads its own chunk and the one before. With `strict`: how many it reads."""
+    rounds: PositiveInt = 4
+    """Independent hashes; a token reads what any of them shows it."""
+    buckets: PositiveInt = 64
+    """Most buckets of a round, 1 or even; a sentence has no more of them than chunks, except with `strict`."""
+    attend_across_buckets: bool = False
+    """Read the other buckets of a chunk too."""
+    strict: bool = False
+    """Read the last `chunk` tokens of the bucket up to itself: causal in every sense, decoded step by step."""
+    d_head: PositiveInt = 128
+    """Largest width of a head."""
+    seed: Seed = 0
+    """The random rotations follow from it."""
+
+    def build(self) -> "LSHAttention | StrictLSHAttention":
+        """The mechanism this spec describes."""
+        hashing = Hash(self.buckets, self.rounds, self.d_head, self.seed)
+        if not self.strict:
+            return LSHAttention(hashing, self.chunk, across=self.attend_across_buckets)
+        if self.attend_across_buckets:
+            raise UserError("lsh: with strict=true a token reads its own bucket; leave attend_across_buckets out")
+        return StrictLSHAttention(hashing, self.chunk)
+
+
+class Hash(nn.Module):
+    """h(x) = argmax [x R; -x R] with random R (D, buckets / 2), for each of several rounds.
+
+    Near vectors collide more often than far ones. More than 64 buckets are the product of two such hashes where their
+    number is divisible by 4. R is a buffer drawn from the seed, of which narrower vectors use the first rows;
+    `redraw` replaces it. A zero vector falls into bucket 0.
+    Source: Andoni et al., 2015; Kitaev et al., 2020, section 2.
+    """
+
+    rotations: Tensor
+    draws: Tensor
+
+    def __init__(self, buckets: int, rounds: int, width: int, seed: int):
+        super().__init__()
+        if buckets > 1 and buckets % 2:
+            raise UserError(f"lsh: got {buckets} buckets; give 1 or an even number")
+        self.buckets, self.rounds, self.seed = buckets, rounds, seed
+        self.factors = _factors(buckets)
+        self.register_buffer("rotations", torch.empty(width, rounds, sum(self.factors) // 2))
+        self.register_buffer("draws", torch.tensor(-1))
+        self.redraw()
+
+    def redraw(self) -> None:
+        """New random rotations: the next draw of the seed."""
+        self.draws += 1
+        # torch's generator reads 32 bits of a seed: each draw has a seed of its own, drawn from the first.
+        seeds = torch.randint(2**32, (int(self.draws) + 1,), generator=torch.Generator().manual_seed(self.seed))
+        generator = torch.Generator().manual_seed(int(seeds[-1]))
+        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
+
+    @torch.no_grad()
+    def forward(self, x: Float[Tensor, "B H N D"], most: Int[Tensor, "B"]) -> Int[Tensor, "rounds B H N"]:
+        """Buckets below `self.buckets`, of which a row of the batch uses no more than `most`, 1 or an even number."""
+        width, columns = x.shape[3], self.rotations.shape[2]
+        if width > self.rotations.shape[0]:
+            raise UserError(
+                f"lsh: made for heads of width {self.rotations.shape[0]} at most, got {width}; raise d_head"
+            )
+        with torch.autocast(x.device.type, enabled=False):
+            products = x @ self.rotations[:width].to(x.dtype).flatten(1)
+        products = products.unflatten(3, (self.rounds, columns))
+        bucket = torch.zeros(products.shape[:4], dtype=torch.long, device=x.device)
+        for size, part in zip(self.factors, products.split([n // 2 for n in self.factors], -1), strict=True):
+            used = (most // 2 * 2).clamp(1, size)
+            most = most // used
+            half = (used // 2)[:, None, None, None]
+            idle = torch.arange(size // 2, device=x.device) >= half[..., None]
+            high, low = part.masked_fill(idle, -math.inf).max(-1), part.masked_fill(idle, math.inf).min(-1)
+            bucket = bucket * size + torch.where(high.values >= -low.values, high.indices, low.indices + half)
+        return bucket.movedim(3, 0)
+
+    def one(self, x: Float[Tensor, "D"], r: int, most: int) -> int:
+        """The definition: the bucket of one vector in one round."""
+        bucket, start = 0, 0
+        for size in self.factors:
+            used = min(max(most // 2 * 2, 1), size)
+            rotation = self.rotations[: len(x), r, start : start + used // 2].to(x)
+            found = 0 if used == 1 else int(torch.cat((x @ rotation, -(x @ rotation))).argmax())
+            bucket, start, most = bucket * size + found, start + size // 2, most // used
+        return bucket
+
+
+def _factors(buckets: int) -> tuple[int, ...]:
+    """Even numbers of buckets whose product is `buckets`: one, or two that are as equal as can be."""
+    if buckets == 1:
+        return ()
+    smaller = [n for n in range(2, math.isqrt(buckets) + 1, 2) if buckets % (2 * n) == 0]
+    return (buckets,) if buckets <= _MOST or not smaller else (smaller[-1], buckets // smaller[-1])
+
+
+def unit(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """x / max(|x|, 1e-3)."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(_SHORTEST)
+
+
+class LSHAttention(Attention):
+    """softmax(q_i k_j / sqrt(D)), k = q / |q|, over tokens j that some round of hashing shows to i.
+
+    A round sorts the tokens by (bucket, position) and cuts them into chunks; i sees the tokens of its bucket (with
+    `across`: all) in its own chunk and the one before. The union over rounds stands under one softmax. A token reads
+    itself only where it may read nothing else. Buckets are as many as the chunks that the sentence fills, rounded down
+    to an even number, at most `hashing.buckets`: a sentence of one chunk is read by all of it.
+    q (B, H, N, D); k is not read. Scores in float32 or wider. Padding takes no part, wherever it stands.
+    Causal only in the values: a later token can move who shares a chunk. It does not decode; `StrictLSHAttention` does.
+    Source: Kitaev et al., 2020, section 2. Time O(rounds N chunk D), memory O(rounds N).
+    """
+
+    traits = Traits(
+        causal="value",
+        cross=False,
+        step=False,
+        normalised=True,
+        key_padding=True,
+        dropout=False,
+        needs=frozenset({"query"}),
+        shared_qk=True,
+        memory=1.0,
+    )
+
+    def __init__(self, hashing: Hash, chunk: int, *, across: bool = False):
+        super().__init__()
+        self.hashing, self.chunk, self.across = hashing, chunk, across
+
+    def redraw(self) -> None:
+        """New random rotations. Nothing else ever changes them."""
+        self.hashing.redraw()
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
+        """Sorted by bucket, chunk by chunk."""
+        self.check(q, k, mask)
+        x = silence(widened(q), mask.keys)
+        lengths = torch.full(x.shape[:1], x.shape[2], device=x.device) if mask.keys is None else mask.keys.sum(-1)
+        buckets = self.hashing(x, lengths // self.chunk)
+        return _banded(x, buckets, self.hashing.buckets, Chunks(self.chunk, self.across), mask, q.dtype)
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one sheet, round and pair at a time."""
+        return _defined(q, mask, self._seen)
+
+    def _seen(self, x: Float[Tensor, "n D"], causal: bool) -> list[set[int]]:
+        """Whom each of the tokens of a sheet may read."""
+        seen: list[set[int]] = [set() for _ in x]
+        for r in range(self.hashing.rounds):
+            bucket = [self.hashing.one(token, r, len(x) // self.chunk) for token in x]
+            order = sorted(range(len(x)), key=lambda i, bucket=bucket: (bucket[i], i))
+            chunk = {token: rank // self.chunk for rank, token in enumerate(order)}
+            for i in range(len(x)):
+                for j in range(i + 1 if causal else len(x)):
+                    if chunk[i] - chunk[j] in (0, 1) and (self.across or bucket[i] == bucket[j]):
+                        seen[i].add(j)
+        return seen
+
+
+class StrictLSHAttention(Attention):
+    """Like `LSHAttention`, but a token reads the last `window` members of its bucket up to itself: strictly causal.
+
+    So it reads whether the mask asks for causality or not. Every round has all buckets of the hash. Decoding keeps, for
+    each round and bucket, a ring of window - 1 keys and values: rounds * buckets * window vectors a head, whatever the
+    length, and a step costs O(rounds window D).
+    """
+
+    traits = Traits(
+        causal="strict",
+        cross=False,
+        step=True,
+        normalised=True,
+        key_padding=True,
+        dropout=False,
+        needs=frozenset({"query"}),
+        shared_qk=True,
+        memory=1.0,
+    )
+
+    def __init__(self, hashing: Hash, window: int):
+        super().__init__()
+        self.hashing, self.window = hashing, window
+
+    def redraw(self) -> None:
+        """New random rotations. Nothing else ever changes them."""
+        self.hashing.redraw()
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
+        """Sorted by bucket, a band in each."""
+        self.check(q, k, mask)
+        x = silence(widened(q), mask.keys)
+        return _banded(x, self._buckets(x), self.hashing.buckets, Recent(self.window), mask, q.dtype)
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one sheet, round and token at a time."""
+        return _defined(q, mask, self._seen)
+
+    def _seen(self, x: Float[Tensor, "n D"], causal: bool) -> list[set[int]]:
+        seen: list[set[int]] = [set() for _ in x]
+        for r in range(self.hashing.rounds):
+            bucket = [self.hashing.one(token, r, self.hashing.buckets) for token in x]
+            for i in range(len(x)):
+                seen[i].update([j for j in range(i + 1) if bucket[j] == bucket[i]][-self.window :])
+        return seen
+
+    def step(
+        self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
+    ) -> tuple[StepOperator, State]:
+        """New tokens join their buckets; rings forget the oldest."""
+        assert keys is None or isinstance(keys, Members)
+        x = widened(q)
+        keys = keys or Members.empty(x, self.hashing.rounds, self.hashing.buckets, self.window)
+        bucket = self._buckets(x).movedim(0, 2)
+        return RingStep.reading(x, unit(x), bucket, keys, window=self.window, own=PENALTY)
+
+    def _buckets(self, x: Float[Tensor, "B H N D"]) -> Int[Tensor, "rounds B H N"]:
+        return self.hashing(x, torch.full(x.shape[:1], self.hashing.buckets, device=x.device))
+
+
+def _banded(
+    x: Float[Tensor, "B H N D"],
+    buckets: Int[Tensor, "rounds B H N"],
+    n_buckets: int,
+    rule: Rule,
+    mask: Mask,
+    dtype: torch.dtype,
+) -> TileOperator:
+    tiles = Bands(buckets, n_buckets, mask.keys, rule=rule, causal=mask.causal, own=PENALTY, dtype=x.dtype)
+    return TileOperator(x, unit(x), tiles, mask.keys, dtype)
+
+
+def _defined(
+    q: Float[Tensor, "B H N D"], mask: Mask, seen: Callable[[Tensor, bool], list[set[int]]]
+) -> Float[Tensor, "B H N N"]:
+    """Shared-QK softmax over what `seen` shows the real tokens of a sheet, themselves only as a last resort."""
+    q = widened(q)
+    weights = q.new_zeros(*q.shape[:3], q.shape[2])
+    for b in range(q.shape[0]):
+        real = range(q.shape[2]) if mask.keys is None else mask.keys[b].nonzero()[:, 0].tolist()
+        for h in range(q.shape[1]):
+            x = q[b, h, list(real)]
+            keys = [token / torch.clamp(token.norm(), min=_SHORTEST) for token in x]
+            for i, others in enumerate(seen(x, mask.causal)):
+                read = sorted(others - {i}) or [i]
+                scores = torch.stack([x[i] @ keys[j] for j in read]) / math.sqrt(q.shape[3])
+                weights[b, h, real[i], [real[j] for j in read]] = scores.softmax(0)
+    return weights

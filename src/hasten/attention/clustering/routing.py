@@ -1,0 +1,268 @@
+"""Routing Transformer: tokens read those of their clusters, found by k-means as the model learns."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
+from hasten.attention.clustering.bands import Bands, Recent
+from hasten.attention.clustering.centroids import Centroids
+from hasten.attention.clustering.clusters import Clusters
+from hasten.attention.clustering.gathered import TileOperator, widened
+from hasten.attention.clustering.rings import Members, RingStep
+from hasten.attention.masks import Mask, silence
+from hasten.errors import UserError
+from hasten.fields import NonNegativeFloat, PositiveInt, Seed, Share, Spec
+
+_WINDOW = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingSpec(Spec):
+    """Clustered attention (Routing Transformer): a token reads the members of its clusters."""
+
+    kind: Literal["routing"] = "routing"
+    """The mechanism's name."""
+    clusters: PositiveInt = 32
+    """Centroids of a head. The square root of the length makes the least work."""
+    window: PositiveInt | None = None
+    """Members of a cluster; without it tokens / clusters, rounded up. With `strict`: how many a token reads, 128."""
+    shared_qk: bool = True
+    """Keys are the queries; without it keys have a projection of their own. `strict` is for shared ones."""
+    strict: bool = False
+    """Read the last `window` tokens of the nearest cluster up to itself: causal in every sense, can decode."""
+    decay: Share = 0.999
+    """Share of a centroid that stays in an update."""
+    commitment: NonNegativeFloat = 1e-4
+    """Weight of the loss that draws tokens to their centroids in training; 0: none."""
+    n_heads: PositiveInt = 16
+    """Largest number of heads."""
+    d_head: PositiveInt = 128
+    """Largest width of a head."""
+    seed: Seed = 0
+    """The first centroids follow from it."""
+
+    def build(self) -> "RoutingAttention | StrictRoutingAttention":
+        """The mechanism this spec describes."""
+        centroids = Centroids(
+            self.n_heads,
+            self.clusters,
+            self.d_head,
+            decay=self.decay,
+            commitment=self.commitment,
+            seed=self.seed,
+        )
+        if not self.strict:
+            return RoutingAttention(centroids, self.window, shared_qk=self.shared_qk)
+        if not self.shared_qk:
+            raise UserError("routing: strict=true is for keys that are the queries; leave shared_qk=false out")
+        return StrictRoutingAttention(centroids, self.window or _WINDOW)
+
+
+class RoutingAttention(Attention):
+    """softmax(q_i k_j / sqrt(D)) over the tokens j of the clusters of i, with q and k on the sphere of radius sqrt(D).
+
+    q, k: LayerNorm without scale and shift. Each centroid takes the `window` queries and the `window` keys nearest to
+    it, equally near ones by position; a query of several clusters reads all of their keys under one softmax, one that
+    no cluster took reads those of its nearest centroid. Every token reads itself besides: there are no empty rows.
+    q (B, H, N, D); k likewise, not read where it is shared. Scores in float32 or wider. Padding takes no part, wherever
+    it stands, nor has the number of pads a say in the window.
+    Causal only in the values: a later token can push an earlier one out of a cluster. It does not decode;
+    `StrictRoutingAttention` does.
+    Training: tokens are collected for the centroids, which `update` moves; call it once per step of the optimiser.
+    The operator's losses hold the mean of |x / sqrt(D) - its nearest centroid|^2 over queries and keys of their own.
+    Source: Roy et al., 2021, section 4. What becomes of tokens of no cluster and of several is decided here.
+    Time O(N (clusters + window) D), memory O(N clusters).
+    """
+
+    def __init__(self, centroids: Centroids, window: int | None = None, *, shared_qk: bool = True):
+        super().__init__()
+        self.traits = Traits(
+            causal="value",
+            cross=False,
+            step=False,
+            normalised=True,
+            key_padding=True,
+            dropout=False,
+            needs=frozenset({"query"} if shared_qk else {"query", "key"}),
+            shared_qk=shared_qk,
+            memory=1.0,
+        )
+        self.centroids, self.window = centroids, window
+
+    def update(self) -> None:
+        """Move the centroids to the means of the tokens that were seen in training since the last call."""
+        self.centroids.update()
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
+        """Cluster by cluster."""
+        self.check(q, k, mask)
+        shared, real, x = self.traits.shared_qk, _real(q, mask), _on_sphere(q, mask)
+        near_x = self.centroids.nearness(x)
+        asks, most = self._members(near_x, real)
+        y, members, learnt = x, asks, [(x, near_x.argmax(-1))]
+        if not shared:
+            y = _on_sphere(k, mask)
+            near_y = self.centroids.nearness(y)
+            members, _ = self._members(near_y, real)
+            learnt.append((y, near_y.argmax(-1)))
+        left_out = real[:, None] & ~asks.any(2)
+        nearest = F.one_hot(learnt[0][1], self.centroids.clusters).bool().transpose(2, 3)
+        asks = asks | nearest & left_out[:, :, None]
+        operator = TileOperator(
+            x, y, Clusters(asks, members, most, causal=mask.causal, dtype=x.dtype), mask.keys, q.dtype
+        )
+        operator.losses = self.centroids.learn(learnt, real)
+        return operator
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one sheet and token at a time."""
+        return _defined(q, q if self.traits.shared_qk else k, mask, self._seen, self.centroids.of(widened(q)))
+
+    def _seen(self, x: Tensor, y: Tensor, mu: Float[Tensor, "clusters D"]) -> list[set[int]]:
+        """Whom each query of a sheet may read."""
+        x, y = x.detach(), y.detach()
+        window = self.window or -(-len(x) // len(mu))
+        seen: list[set[int]] = [set() for _ in x]
+        left_out = set(range(len(x)))
+        members = {}
+        for c, centroid in enumerate(mu):
+            asking, members[c] = (
+                sorted(range(len(x)), key=lambda i, z=z, centroid=centroid: (-float(z[i] @ centroid), i))[:window]
+                for z in (x, y)
+            )
+            left_out -= set(asking)
+            for i in asking:
+                seen[i].update(members[c])
+        for i in left_out:
+            seen[i].update(members[int((mu @ x[i]).argmax())])
+        return seen
+
+    def _members(
+        self, nearness: Float[Tensor, "B H N clusters"], real: Bool[Tensor, "B N"]
+    ) -> tuple[Bool[Tensor, "B H clusters N"], int]:
+        """Who is among the nearest of each centroid, and how many these are at most."""
+        (length, clusters), real = nearness.shape[2:], real[:, None, None]
+        wanted = (real.sum(-1, keepdim=True) + clusters - 1) // clusters
+        most = (length + clusters - 1) // clusters
+        if self.window is not None:
+            wanted, most = torch.full_like(wanted, self.window), self.window
+        nearness = nearness.transpose(2, 3).masked_fill(~real, -math.inf)
+        if torch.compiler.is_compiling():
+            # For all lengths: at least two members, and more tokens than members.
+            most = most + 1
+            best = F.pad(nearness, (0, most), value=-math.inf).topk(most, dim=-1).values
+        else:
+            most = min(most, length)
+            best = nearness.topk(most, dim=-1).values
+        last = best.gather(-1, (wanted - 1).clamp(0, most - 1).expand(*best.shape[:3], 1))
+        nearer, equal = nearness > last, nearness == last
+        # Those equally near as the last are taken by position, whatever order topk gives them.
+        taken = nearer | equal & (equal.cumsum(-1) <= wanted - nearer.sum(-1, keepdim=True))
+        return taken & real, most
+
+
+class StrictRoutingAttention(Attention):
+    """Like `RoutingAttention`, but a token reads the last `window` tokens of its nearest centroid up to itself.
+
+    So it reads whether the mask asks for causality or not: strictly causal. Keys are the queries. Decoding keeps, for
+    each cluster, a ring of window - 1 keys and values, whatever the length; a step costs O((clusters + window) D).
+    """
+
+    traits = Traits(
+        causal="strict",
+        cross=False,
+        step=True,
+        normalised=True,
+        key_padding=True,
+        dropout=False,
+        needs=frozenset({"query"}),
+        shared_qk=True,
+        memory=1.0,
+    )
+
+    def __init__(self, centroids: Centroids, window: int):
+        super().__init__()
+        self.centroids, self.window = centroids, window
+
+    def update(self) -> None:
+        """Move the centroids to the means of the tokens that were seen in training since the last call."""
+        self.centroids.update()
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
+        """Sorted by cluster, a band in each."""
+        self.check(q, k, mask)
+        x = _on_sphere(q, mask)
+        cluster = self.centroids.nearness(x).argmax(-1)
+        tiles = Bands(
+            cluster[None],
+            self.centroids.clusters,
+            mask.keys,
+            rule=Recent(self.window),
+            causal=False,
+            own=0.0,
+            dtype=x.dtype,
+        )
+        operator = TileOperator(x, x, tiles, mask.keys, q.dtype)
+        operator.losses = self.centroids.learn([(x, cluster)], _real(q, mask))
+        return operator
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one sheet and token at a time."""
+        return _defined(q, q, mask, self._seen, self.centroids.of(widened(q)))
+
+    def _seen(self, x: Tensor, y: Tensor, mu: Float[Tensor, "clusters D"]) -> list[set[int]]:
+        cluster = [int((mu @ token).argmax()) for token in x]
+        return [set([j for j in range(i + 1) if cluster[j] == cluster[i]][-self.window :]) for i in range(len(x))]
+
+    def step(
+        self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
+    ) -> tuple[StepOperator, State]:
+        """New tokens join their clusters; rings forget the oldest."""
+        assert keys is None or isinstance(keys, Members)
+        x = _on_sphere(q, Mask())
+        keys = keys or Members.empty(x, 1, self.centroids.clusters, self.window)
+        cluster = self.centroids.nearness(x).argmax(-1)
+        return RingStep.reading(x, x, cluster[:, :, None], keys, window=self.window, own=0.0)
+
+
+def _on_sphere(x: Float[Tensor, "B H N D"], mask: Mask) -> Float[Tensor, "B H N D"]:
+    """LayerNorm without scale and shift, in float32 or wider; zeros at padding."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.layer_norm(silence(widened(x), mask.keys), x.shape[3:])
+
+
+def _real(q: Float[Tensor, "B H N D"], mask: Mask) -> Bool[Tensor, "B N"]:
+    return torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device) if mask.keys is None else mask.keys
+
+
+def _defined(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B H N D"],
+    mask: Mask,
+    seen: Callable[[Tensor, Tensor, Tensor], list[set[int]]],
+    mu: Float[Tensor, "H clusters D"],
+) -> Float[Tensor, "B H N N"]:
+    """Softmax over what `seen` shows the real tokens of a sheet, and themselves."""
+    weights = widened(q).new_zeros(*q.shape[:3], q.shape[2])
+    for b in range(q.shape[0]):
+        real = range(q.shape[2]) if mask.keys is None else mask.keys[b].nonzero()[:, 0].tolist()
+        for h in range(q.shape[1]):
+            x, y = (_standardised(widened(z)[b, h, list(real)]) for z in (q, k))
+            for i, others in enumerate(seen(x, y, mu[h])):
+                read = sorted(j for j in others | {i} if not mask.causal or j <= i)
+                scores = torch.stack([x[i] @ y[j] for j in read]) / math.sqrt(q.shape[3])
+                weights[b, h, real[i], [real[j] for j in read]] = scores.softmax(0)
+    return weights
+
+
+def _standardised(x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+    """The definition of LayerNorm without scale and shift."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()

@@ -1,0 +1,363 @@
+"""Sinkhorn attention: blocks of keys are sorted softly, so that every query reads its own block and one more."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
+from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, unblocked, weigh, wide
+from hasten.attention.fewer_keys.sinkhorn_sorting import ABSENT, MeanProducts, Sorting, SortNet, SortNetwork
+from hasten.attention.masks import Mask
+from hasten.errors import UserError
+from hasten.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Seed, Spec
+
+LEAST = 1e-30
+"""Sorted places of less mass than this are not read: divisions by it must stay finite in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkhornSpec(Spec):
+    """Sinkhorn attention: every query reads its own block of keys and one mixture of blocks, chosen by sorting."""
+
+    kind: Literal["sinkhorn"] = "sinkhorn"
+    """The mechanism's name."""
+    block: PositiveInt = 64
+    """Tokens of a block."""
+    cut: PositiveInt | None = None
+    """Read, instead of own and sorted block, the first so many sorted blocks (SortCut); not causal."""
+    tau: PositiveFloat = 0.75
+    """Temperature of the sorting: the lower, the nearer to a permutation."""
+    iterations: PositiveInt = 16
+    """Most rounds of normalising rows and columns; at lower temperatures more are needed."""
+    tolerance: PositiveFloat = 1e-3
+    """Rounds end when every column sums to 1 within this."""
+    noise: NonNegativeFloat = 1.0
+    """Scale of the Gumbel noise on the logits in training."""
+    seed: Seed = 0
+    """The noise follows from it."""
+    max_blocks: PositiveInt | None = None
+    """Sort at most so many blocks by a learnt network (needs n_heads and d_head); by default by products of means."""
+    n_heads: PositiveInt | None = None
+    """The number of heads, for the learnt network; by default any."""
+    d_head: PositiveInt | None = None
+    """The width of heads, for the learnt network; by default any."""
+
+    def build(self) -> "SinkhornAttention | SortCutAttention":
+        """The mechanism this spec describes; `UserError` where the learnt network has not all of its sizes."""
+        sorting = Sorting(
+            self._sort(),
+            block=self.block,
+            tau=self.tau,
+            iterations=self.iterations,
+            tolerance=self.tolerance,
+            noise=self.noise,
+            seed=self.seed,
+        )
+        return SinkhornAttention(sorting) if self.cut is None else SortCutAttention(sorting, self.cut)
+
+    def _sort(self) -> SortNet:
+        if self.max_blocks is not None and self.n_heads is not None and self.d_head is not None:
+            return SortNetwork(self.n_heads, self.d_head, self.max_blocks)
+        sizes = self.max_blocks, self.n_heads, self.d_head
+        if sizes != (None, None, None):
+            raise UserError(
+                f"sinkhorn attention: max_blocks, n_heads and d_head are {sizes}; a learnt network needs all three, "
+                "sorting by means none"
+            )
+        return MeanProducts()
+
+
+class Mixing:
+    """Sorted blocks, place by place: sum_w sort[u, w] x[w, j] / mass[u, j], where mass counts the real tokens only.
+
+    `bias`, the log of the mass, belongs to the scores of the places; a place without mass is not read.
+    real (B or 1, n, size): where tokens are real; None: everywhere, and the mass is 1.
+    """
+
+    def __init__(self, sort: Float[Tensor, "B H u n"], real: Bool[Tensor, "#B n size"] | None = None):
+        self.sort, self.mass = sort, None
+        if real is not None:
+            mass = sort @ real.to(sort.dtype)[:, None]
+            here = mass > LEAST
+            self.mass = mass.masked_fill(~here, 1.0)
+            self.bias = self.mass.log().masked_fill(~here, ABSENT)[..., None, :]
+
+    def mix(self, x: Float[Tensor, "B H n size D"]) -> Float[Tensor, "B H u size D"]:
+        """The sorted blocks of `x`, which is zero where tokens are not real."""
+        mixed = (self.sort @ x.flatten(3)).unflatten(3, x.shape[3:])
+        return mixed if self.mass is None else mixed / self.mass[..., None]
+
+
+class SinkhornAttention(Attention):
+    """softmax(q [K_u ; k_u]^T / sqrt(D)) [V_u ; v_u] for the queries of block u, with K = P k and V = P v by blocks.
+
+    q, k (B, H, S, D). P (n, n) is a soft permutation of n blocks, the same for keys and values, from the summaries of
+    blocks (`Sorting`). Tokens are counted over real ones, so padding, wherever it stands, is as good as dropped.
+    A place of a mixed block of which only the share m lies on real tokens is their mean, weighted by P, read with
+    log m added to its score: a place without any is not read, and rows sum to 1. The first block of a causal sequence
+    reads itself only. Cost O(S block + (S / block)^2 block). Decoding keeps all keys and reads 2 block of them; once a
+    block it mixes all. Not offered: dropout of weights, since a key is read along two ways.
+    In training each call draws noise anew (`Sorting.draws` counts), so recomputing a layer's activations does too.
+    Source: Tay et al., 2020, sections 3 and 4. Their mixture with full attention is not offered.
+    """
+
+    def __init__(self, sorting: Sorting):
+        super().__init__()
+        self.sorting, self.traits = sorting, _traits(sorting, "strict")
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "SinkhornOperator":
+        """Sort, and form the weights of mixed and own blocks."""
+        self.check(q, k, mask)
+        packing, size = Packing(mask.keys, k.shape[2], k.device), self.sorting.block
+        with torch.autocast(q.device.type, enabled=False):
+            queries, keys = (blocks(packing.pack(wide(x)), size) for x in (q, k))
+            real = _real(packing.count, keys.shape[2], size)
+            if mask.causal:
+                mixing = Mixing(self.sorting.causal(queries, keys, packing.count))
+                begun = (torch.arange(real.shape[1], device=q.device) > 0)[:, None, None]
+                biases = _bias(begun), _bias(real[:, None, :, None] & _triangle(size, q.device))
+            elif _whole(mask, k.shape[2], size):
+                mixing, biases = Mixing(self.sorting.balanced(queries, keys, packing.count)), ()
+            else:
+                mixing = Mixing(self.sorting.balanced(queries, keys, packing.count), real)
+                biases = mixing.bias, _bias(real[:, None, :, None])
+            weights = _weights(queries, torch.cat((mixing.mix(keys), keys), dim=3), *biases)
+        return SinkhornOperator(partial(_read_both, weights, mixing), packing, q)
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one query at a time."""
+        return _definition(self.sorting, q, k, mask, None)
+
+    def step(
+        self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
+    ) -> tuple["SinkhornStep", "SortedKeys"]:
+        """New rows of the sort matrix are made where blocks begin."""
+        assert keys is None or isinstance(keys, SortedKeys)
+        q, k, size = wide(q), wide(k), self.sorting.block
+        none, total = Sorted(k[:, :, :0], k[:, :, :0]), torch.zeros_like(q[:, :, :1])
+        with torch.autocast(q.device.type, enabled=False):
+            state, total = (none, total) if keys is None else (keys.keys, keys.total)
+            done, sums = state.past.shape[2], total + q.cumsum(2)
+            begun = torch.arange((done + size - 1) // size, (done + q.shape[2] + size - 1) // size, device=q.device)
+            before = sums[:, :, begun * size - done] / (begun * size + 1)[:, None]
+            n_past = (done + q.shape[2]) // size if len(begun) else 0
+            past = torch.cat((state.past, k), dim=2)[:, :, : n_past * size].unflatten(2, (n_past, size)).mean(3)
+            sort = weigh(self.sorting.logits(before, past), torch.arange(n_past, device=q.device) < begun[:, None])
+            mixed, own, grown = _grow(state, k, sort, size)
+            places = torch.arange(done // size, done // size + own.shape[2], device=q.device)
+            biases = _bias((places > 0)[:, None, None]), _bias(_triangle(size, q.device))
+            weights = _weights(blocks(F.pad(q, (0, 0, done % size, 0)), size), torch.cat((mixed, own), dim=3), *biases)
+        return SinkhornStep(weights, sort, size), SortedKeys(grown, sums[:, :, -1:])
+
+
+class SortCutAttention(Attention):
+    """softmax(q K^T / sqrt(D)) V, with K and V the first few of the sorted blocks, the same for all queries.
+
+    Sorting, padding and places of partial mass are as in `SinkhornAttention`. Not causal: a sorted block mixes the
+    whole sequence. Cost O(S cut block + (S / block)^2 block). Source: Tay et al., 2020, section 3.4.
+    """
+
+    def __init__(self, sorting: Sorting, cut: int):
+        super().__init__()
+        self.sorting, self.cut, self.traits = sorting, cut, _traits(sorting, None)
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "SinkhornOperator":
+        """Sort, and form the weights of the first sorted blocks."""
+        self.check(q, k, mask)
+        packing, size = Packing(mask.keys, k.shape[2], k.device), self.sorting.block
+        with torch.autocast(q.device.type, enabled=False):
+            queries, keys = packing.pack(wide(q)), blocks(packing.pack(wide(k)), size)
+            sort = self.sorting.balanced(blocks(queries, size), keys, packing.count)
+            sort = F.pad(sort, (0, 0, 0, self.cut - sort.shape[2]))  # fewer rows, or some of no mass
+            mixing = Mixing(sort, _real(packing.count, keys.shape[2], size))
+            bias = mixing.bias.transpose(2, 3).flatten(3)[:, :, None]
+            weights = _weights(queries[:, :, None], mixing.mix(keys).flatten(2, 3)[:, :, None], bias)
+        return SinkhornOperator(partial(_read_first, weights, mixing), packing, q)
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one query at a time."""
+        return _definition(self.sorting, q, k, mask, self.cut)
+
+
+def _traits(sorting: Sorting, causal: Literal["strict"] | None) -> Traits:
+    max_blocks = sorting.sort.max_blocks
+    return Traits(
+        causal=causal,
+        cross=False,
+        step=causal is not None,
+        normalised=True,
+        key_padding=True,
+        dropout=False,
+        max_length=None if max_blocks is None else max_blocks * sorting.block,
+        n_heads=sorting.sort.n_heads,
+    )
+
+
+def _whole(mask: Mask, length: int, size: int) -> bool:
+    """Whether all places of all blocks are known to hold real tokens, which saves a third of the time."""
+    return not torch.compiler.is_compiling() and mask.keys is None and length % size == 0
+
+
+def _real(count: Int[Tensor, "#B"], n: int, size: int) -> Bool[Tensor, "#B n size"]:
+    """Which places of blocks hold one of the first `count` tokens."""
+    return torch.arange(n * size, device=count.device).unflatten(0, (n, size)) < count[:, None, None]
+
+
+def _triangle(size: int, device: torch.device) -> Bool[Tensor, "size size"]:
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
+
+
+def _bias(allowed: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, ABSENT)
+
+
+def _weights(q: Float[Tensor, "B H n T D"], keys: Float[Tensor, "B H n K D"], *biases: Tensor) -> Tensor:
+    """Softmax over keys of the scores and the biases, which follow each other along the keys.
+
+    Where all keys are absent the weights mean nothing: there all values are zero.
+    """
+    flat = q.flatten(0, 2), keys.flatten(0, 2).transpose(1, 2)
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), *flat, beta=0, alpha=1 / math.sqrt(q.shape[4]))
+    scores = scores.unflatten(0, q.shape[:3])
+    if biases:
+        scores = scores.add_(torch.cat(torch.broadcast_tensors(*biases), dim=-1).to(q.dtype))
+    return scores.softmax(-1)
+
+
+class SinkhornOperator(Operator):
+    """A reading of values given by rank, with its weights formed."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor], packing: Packing, like: Float[Tensor, "B H S D"]):
+        self.read, self.packing, self.like = read, packing, like
+
+    def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H S Dv"]:
+        """Mix the blocks of the values as those of the keys, and read, in float32 or wider."""
+        with torch.autocast(v.device.type, enabled=False):
+            return self.packing.unpack(self.read(self.packing.pack(wide(v)))).to(v.dtype)
+
+    def dense(self) -> Float[Tensor, "B H S S"]:
+        """The map of single tokens."""
+        return self.apply(identity(self.like, self.like.shape[2]))
+
+    def materialised(self) -> "SinkhornOperator":
+        """Already formed."""
+        return self
+
+
+def _read_both(weights: Tensor, mixing: Mixing, v: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
+    """With weights (B, H, n, size, 2 size) of the mixed and the own block."""
+    own = blocks(v, weights.shape[3])
+    return unblocked(weights @ torch.cat((mixing.mix(own), own), dim=3), v.shape[2])
+
+
+def _read_first(weights: Tensor, mixing: Mixing, v: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
+    """With weights (B, H, 1, S, cut size) of the first sorted blocks."""
+    mixed = mixing.mix(blocks(v, weights.shape[4] // mixing.sort.shape[2]))
+    return weights[:, :, 0] @ mixed.flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Decoding state: all keys or values (B, H, t, D), and the mixed block (B, H, size, D) of the last block."""
+
+    past: Float[Tensor, "B H t D"]
+    mixed: Float[Tensor, "B H size D"]
+
+    def select(self, rows: Tensor) -> "Sorted":
+        """Batch rows by index."""
+        return Sorted(self.past.index_select(0, rows), self.mixed.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class SortedKeys:
+    """Decoding state of the keys, and the sum of all queries (B, H, 1, D)."""
+
+    keys: Sorted
+    total: Float[Tensor, "B H 1 D"]
+
+    def select(self, rows: Tensor) -> "SortedKeys":
+        """Batch rows by index."""
+        return SortedKeys(self.keys.select(rows), self.total.index_select(0, rows))
+
+
+def _grow(
+    state: Sorted, new: Float[Tensor, "B H n D"], sort: Float[Tensor, "B H u w"], size: int
+) -> tuple[Float[Tensor, "B H b size D"], Float[Tensor, "B H b size D"], Sorted]:
+    """Mixed and own blocks of the new tokens, and the state after them; `sort` has a row for each block that begins."""
+    done, past = state.past.shape[2], torch.cat((state.past, new), dim=2)
+    begun = Mixing(sort).mix(past[:, :, : sort.shape[3] * size].unflatten(2, (sort.shape[3], size)))
+    mixed = torch.cat((state.mixed[:, :, None], begun), dim=2) if done % size else begun
+    return mixed, blocks(past[:, :, done // size * size :], size), Sorted(past, mixed[:, :, -1])
+
+
+class SinkhornStep(StepOperator):
+    """Weights (B, H, b, size, 2 size) of the blocks in which the new tokens stand, and the new rows of the sorting."""
+
+    def __init__(self, weights: Tensor, sort: Float[Tensor, "B H u w"], size: int):
+        self.weights, self.sort, self.size = weights, sort, size
+
+    def apply(self, v: Float[Tensor, "B H n Dv"], values: State | None) -> tuple[Float[Tensor, "B H n Dv"], Sorted]:
+        """Mix blocks for those that begin, and read."""
+        assert values is None or isinstance(values, Sorted)
+        new = wide(v)
+        state = Sorted(new[:, :, :0], new[:, :, :0]) if values is None else values
+        with torch.autocast(v.device.type, enabled=False):
+            mixed, own, grown = _grow(state, new, self.sort, self.size)
+            first = state.past.shape[2] % self.size
+            out = (self.weights @ torch.cat((mixed, own), dim=3)).flatten(2, 3)
+        return out[:, :, first : first + v.shape[2]].to(v.dtype), grown
+
+
+def _definition(sorting: Sorting, q: Tensor, k: Tensor, mask: Mask, cut: int | None) -> Tensor:
+    """The matrix of Sinkhorn attention, one query at a time."""
+    batch, heads, length, width = q.shape
+    weights, eye = q.new_zeros(batch, heads, length, length), torch.eye(length).to(q)
+    for b in range(batch):
+        keep = torch.ones(length, dtype=torch.bool) if mask.keys is None else mask.keys[b]
+        real, padding = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+        members = real.split(sorting.block) if len(real) else ()
+        sort = _sort_by_definition(sorting, q[b], k[b], members, mask.causal) if members else q.new_zeros(heads, 0, 0)
+        for h in range(heads):
+            for rank, i in enumerate(torch.cat((real, padding)).tolist()):
+                reads, u = [], rank // sorting.block
+                for row in sort[h, u : u + 1] if cut is None else sort[h, :cut]:
+                    for j in range(sorting.block):
+                        there = [w for w, block in enumerate(members) if j < len(block)]
+                        reads.append(sum((row[w] * eye[members[w][j]] for w in there), q.new_zeros(length)))
+                own = members[u] if cut is None and u < len(members) else real[:0]
+                reads += eye[own[: rank + 1 - u * sorting.block] if mask.causal else own]
+                reads = [read for read in reads if read.sum() > LEAST]
+                if reads:
+                    query = q[b, h, i] * keep[i]
+                    means = torch.stack(reads) / torch.stack(reads).sum(1, keepdim=True)
+                    scores = means @ k[b, h].masked_fill(~keep[:, None], 0.0) @ query / math.sqrt(width)
+                    scores = scores + torch.stack(reads).sum(1).log()
+                    weights[b, h, i] = scores.softmax(0) @ means
+    return weights
+
+
+def _sort_by_definition(
+    sorting: Sorting, q: Tensor, k: Tensor, members: tuple[Tensor, ...], causal: bool
+) -> Float[Tensor, "H n n"]:
+    """The sort matrix of one sequence, with rows and columns divided by their sums in turn."""
+    keys = torch.stack([k[:, block].mean(1) for block in members], dim=1)
+    seen = [torch.cat((*members[:u], block[:1])) if causal else block for u, block in enumerate(members)]
+    queries = torch.stack([q[:, tokens].mean(1) for tokens in seen], dim=1)
+    sort = (sorting.sort(queries[None], keys[None])[0] / sorting.tau).exp()
+    if causal:
+        sort = sort.tril(-1)
+        return torch.cat((sort[:, :1], sort[:, 1:] / sort[:, 1:].sum(2, keepdim=True)), dim=1)
+    sort = sort / sort.sum(2, keepdim=True)
+    for _ in range(sorting.iterations):
+        columns = sort.sum(1, keepdim=True)
+        again = sort / columns
+        moving = ((columns - 1).abs() > sorting.tolerance).any(2, keepdim=True)
+        sort = torch.where(moving, again / again.sum(2, keepdim=True), sort)
+    return sort

@@ -1,0 +1,99 @@
+"""Efficient attention: one softmax over the features of a query, one over the positions of the keys."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hasten.attention.base import Attention, State, StepOperator, Traits
+from hasten.attention.kernels.kernel import (
+    EverySums,
+    KernelOperator,
+    LogState,
+    log_levels,
+    log_step,
+    noisy,
+    unread,
+    wide,
+)
+from hasten.attention.kernels.prefix_sums import LOWEST
+from hasten.attention.kernels.traced_sums import causal_sums
+from hasten.attention.masks import Mask, silence
+from hasten.fields import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficientSpec(Spec):
+    """Efficient attention: queries choose among features, each of which is an average over positions."""
+
+    kind: Literal["efficient"] = "efficient"
+    """The mechanism's name."""
+
+    def build(self) -> "EfficientAttention":
+        """The mechanism this spec describes."""
+        return EfficientAttention()
+
+
+class EfficientAttention(Attention):
+    """out_i = sum_r softmax_r(q_i)_r [sum_j softmax_j(k_jr) v_j]: every feature r holds an average of the values.
+
+    The softmax of a query runs over its D features, that of a key's feature over the positions the mask allows; causal,
+    over the positions up to i, as exp(k_jr - log sum_(l <= i) exp(k_lr)). Both sum to 1, so without a denominator the
+    weights of a row do too: sum_j w_ij = sum_r softmax_r(q_i)_r sum_j softmax_j(k_jr) = 1. A query that may read
+    nothing gets exactly 0. q (B, H, T, D), k (B, H, S, D), without scaling, as in the source.
+    Cost: (T + S) D Dv multiplications and (T + S) D exponentials; causal, chunks of 128 keys add about 64 (D + Dv) T
+    multiplications and several times the exponentials. Decoding keeps D (Dv + 1) numbers a head: averages, and
+    logarithms of their weight, so that no length and no magnitude overflows.
+    Does not: approximate softmax(q k^T); drop weights, which are never formed; take patterns.
+    Source: Shen et al., 2021, "Efficient Attention: Attention with Linear Complexities", section 3. The causal form and
+    its decoding are derived here; the source has none.
+    """
+
+    traits = Traits(
+        causal="strict",
+        cross=True,
+        step=True,
+        normalised=True,
+        key_padding=True,
+        dropout=False,
+        suffix=True,
+        memory=1.0,
+    )
+
+    def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> KernelOperator:
+        """The linear map; no T x S matrix is formed."""
+        self.check(q, k, mask)
+        wide_q, wide_k = q.to(wide(q)), silence(k, noisy(mask)).to(wide(k))
+        if mask.causal:
+            sums = causal_sums("averaging", wide_q.log_softmax(-1), unread(wide_k, mask.keys, -torch.inf))
+        else:
+            # A softmax over nothing is uniform here; then it is zeroed.
+            over_keys = unread(unread(wide_k, mask.keys, LOWEST).softmax(2), mask.keys)
+            sums = EverySums(wide_q.softmax(-1), over_keys)
+        return KernelOperator(sums, k, noisy(mask))
+
+    def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
+        """The definition, one query at a time: its softmax times that of every feature over the keys it may read."""
+        allowed = mask.dense(q.shape[2], k.shape[2], q.device)
+        rows = []
+        for i in range(q.shape[2]):
+            scores = silence(k, mask.keys).double()
+            if allowed is not None:
+                readable = allowed[:, :, min(i, allowed.shape[2] - 1), :, None]
+                scores = scores.masked_fill(~readable, -torch.inf).masked_fill(~readable.any(2, keepdim=True), 0.0)
+                over_keys = scores.softmax(2).masked_fill(~readable, 0.0)
+            else:
+                over_keys = scores.softmax(2)
+            rows.append(torch.einsum("bhd,bhsd->bhs", q[:, :, i].double().softmax(-1), over_keys))
+        return torch.stack(rows, dim=2).to(q.dtype)
+
+    def step(
+        self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
+    ) -> tuple[StepOperator, State]:
+        """Keys so far are the logarithm of their sum of exponentials, a feature."""
+        assert keys is None or isinstance(keys, LogState)
+        logs = k.to(wide(k))
+        before, levels = log_levels(logs, keys)
+        return log_step(q.to(wide(q)).log_softmax(-1), logs, before, levels)
