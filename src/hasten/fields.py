@@ -1,7 +1,7 @@
 """Types with a range, for the fields of specs."""
 
 import math
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -15,14 +15,7 @@ NonNegativeFloat = Annotated[float, Ge(0), Lt(math.inf)]
 Share = Annotated[float, Ge(0), Lt(1)]
 
 
-AnySpec = TypeVar("AnySpec", bound="Spec")
-
-
 class Spec:
     """Base of every spec: a keyword that is no field is an error."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (pydantic reads a plain dict)
-
-    def at_layer(self: AnySpec, layer: int) -> AnySpec:
-        """The spec of one layer of a stack, counted from 0: the same for all, unless layers take turns."""
-        return self

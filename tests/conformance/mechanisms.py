@@ -4,6 +4,7 @@ Every law is checked against `Attention.reference`, the plain dense definition, 
 mechanism cannot do, its traits say: there it must refuse.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,37 +17,39 @@ from hasten.attention import (
     Attention,
     BigBirdSpec,
     BlocksSpec,
+    CompressedSpec,
+    EfficientSpec,
     FullSpec,
     HeadGroup,
     HeadsSpec,
+    LinearSpec,
+    LinformerSpec,
     LocalSpec,
     LongformerSpec,
+    LSHSpec,
     Mask,
+    MechanismSpec,
+    NystromSpec,
     Operator,
     PatternAttention,
     PatternSpec,
+    PerformerSpec,
+    Place,
+    RFASpec,
+    RoutingSpec,
+    SinkhornSpec,
     SparseTransformerSpec,
+    SynthesizerSpec,
     Traits,
 )
 from hasten.attention.base import Weights
-from hasten.attention.clustering.lsh import LSHSpec
-from hasten.attention.clustering.routing import RoutingSpec
-from hasten.attention.fewer_keys.compressed import CompressedSpec
-from hasten.attention.fewer_keys.linformer import LinformerSpec
-from hasten.attention.fewer_keys.nystrom import NystromSpec
-from hasten.attention.fewer_keys.sinkhorn import SinkhornSpec
-from hasten.attention.kernels.efficient import EfficientSpec
-from hasten.attention.kernels.linear import LinearSpec
-from hasten.attention.kernels.performer import PerformerSpec
-from hasten.attention.kernels.rfa import RFASpec
 from hasten.attention.patterns import parse
-from hasten.attention.synthesizer import SynthesizerSpec
 
 SIDES = ("right", "left", "interior")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec:
+class TableSpec(MechanismSpec):
     """A mechanism that can do nothing but mix positions by a learnt table: the suite's refusals are tested on it."""
 
     kind: Literal["table"] = "table"
@@ -87,7 +90,7 @@ class Case:
     """A mechanism and the limits of its laws: where positions have a meaning, and where padding equals dropping.
 
     equivariant: order means nothing. sides: where padding may stand. prefix: what a prefix reads is what it reads
-    within the whole. itself: every query reads at least itself. width: of the heads, where it is made for one only.
+    within the whole. itself: every query reads at least itself.
     large: it can be measured at thousands of tokens; with windows of a few tokens that says nothing.
     """
 
@@ -97,12 +100,12 @@ class Case:
     sides: tuple[str, ...] = SIDES
     prefix: bool = True
     itself: bool = True
-    width: int | None = None
     large: bool = True
 
-    def build(self) -> Attention:
+    def build(self, *, n_heads: int = 2, d_head: int = 4, **changes: Any) -> Attention:
         torch.manual_seed(0)
-        return self.spec.build().eval()
+        spec = dataclasses.replace(self.spec, **changes)
+        return spec.at(Place(n_heads=n_heads, d_head=d_head)).build().eval()
 
     @property
     def traits(self) -> Traits:
@@ -149,7 +152,7 @@ CASES = (
         SparseTransformerSpec(pattern="fixed", stride=3, summary=1, combine="layers"),
         large=False,
     ),
-    Case("sparse transformer, heads", SparseTransformerSpec(stride=2, combine="heads", n_heads=2), large=False),
+    Case("sparse transformer, heads", SparseTransformerSpec(stride=2, combine="heads"), large=False),
     Case("longformer", LongformerSpec(window=1, first=2)),
     Case("longformer, marked", LongformerSpec(window=1, marked=True)),
     Case("longformer, dilated, one set", LongformerSpec(window=1, dilation=2, marked=True, second_projections=False)),
@@ -172,9 +175,8 @@ CASES = (
         # Places are counted in the tensor, so padding may only stand where it moves none.
         Case(
             f"synthesizer {' + '.join(parts)}{', frozen' * frozen}",
-            SynthesizerSpec(parts=parts, max_length=12, n_heads=2, d_head=4, factor=5, rank=3, frozen=frozen),
+            SynthesizerSpec(parts=parts, max_length=12, factor=5, rank=3, frozen=frozen),
             sides=("right",),
-            width=4,
         )
         for parts, frozen in (
             (("dense",), False),
@@ -194,18 +196,18 @@ CASES = (
     Case("linear", LinearSpec(), equivariant=True),
     Case("linear, relu", LinearSpec(feature="relu"), equivariant=True),
     Case("efficient", EfficientSpec(), equivariant=True),
-    Case("performer", PerformerSpec(features=24, d_head=16), equivariant=True),
-    Case("performer, one feature", PerformerSpec(features=1, d_head=16), equivariant=True),
+    Case("performer", PerformerSpec(features=24), equivariant=True),
+    Case("performer, one feature", PerformerSpec(features=1), equivariant=True),
     Case(
         "performer, symmetric, regularised",
-        PerformerSpec(features=19, d_head=16, symmetric=True, regularised=True),
+        PerformerSpec(features=19, symmetric=True, regularised=True),
         equivariant=True,
     ),
-    Case("rfa", RFASpec(features=16, d_head=16), equivariant=True),
-    Case("rfa, sharp", RFASpec(features=64, d_head=16, sigma=1.5), equivariant=True),
-    Case("rfa, gate", RFASpec(features=16, d_head=16, gate=True, n_heads=2)),
+    Case("rfa", RFASpec(features=16), equivariant=True),
+    Case("rfa, sharp", RFASpec(features=64, sigma=1.5), equivariant=True),
+    Case("rfa, gate", RFASpec(features=16, gate=True)),
     Case("linformer", LinformerSpec(max_length=12, rank=4)),
-    Case("linformer, by head", LinformerSpec(max_length=12, rank=5, sharing="none", n_heads=2)),
+    Case("linformer, by head", LinformerSpec(max_length=12, rank=5, sharing="none")),
     Case("linformer, layerwise", LinformerSpec(max_length=12, rank=12, sharing="layerwise")),
     Case("linformer, means", LinformerSpec(max_length=12, rank=5, projection="mean")),
     Case("linformer, convolutions", LinformerSpec(max_length=13, rank=4, projection="convolution")),
@@ -215,9 +217,8 @@ CASES = (
     Case("sinkhorn, cold", SinkhornSpec(block=2, tau=0.1, iterations=2), prefix=False),
     Case(
         "sinkhorn, learnt",
-        SinkhornSpec(block=3, iterations=3, max_blocks=4, n_heads=2, d_head=4),
+        SinkhornSpec(block=3, iterations=3, max_blocks=4),
         prefix=False,
-        width=4,
     ),
     Case("sinkhorn, cut", SinkhornSpec(block=2, cut=2, iterations=3)),
     Case("nystrom", NystromSpec(landmarks=3)),

@@ -32,7 +32,7 @@ def test_evaluation_is_deterministic_survives_saving_and_draws_nothing(case: Cas
     saved = io.BytesIO()
     torch.save(attention.state_dict(), saved)
     torch.manual_seed(1)
-    again = case.spec.build().eval()
+    again = case.build()
     again.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
     assert torch.equal(again.operator(q, k, Mask()).apply(v), out)
 
@@ -64,7 +64,7 @@ def slope(run: Callable[[Tensor, Tensor, Tensor], object], trace: Path, heads: i
 
 @those(lambda case: case.traits.max_length is None and case.large)
 def test_memory_grows_as_promised(case: Case, tmp_path: Path):
-    attention = case.build()
+    attention = case.build(d_head=16)
     mask = Mask(causal=attention.traits.causal is not None)
 
     def train(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -82,7 +82,7 @@ def test_the_measurement_of_memory_tells_lines_from_squares(tmp_path: Path):
 
 
 def dropping(case: Case, p: float) -> Attention:
-    return dataclasses.replace(case.spec, dropout=p).build().train()
+    return case.build(dropout=p).train()
 
 
 @each

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hasten.attention import FullAttention, FullSpec
 from hasten.errors import UserError
 from hasten.nn.layers import FeedForward
-from hasten.nn.stack import Decoder, Encoder, per_layer
+from hasten.nn.mechanisms import per_layer
+from hasten.nn.stack import Decoder, Encoder
 
 SHAPE = (8, 2, 16, 0.1)
 MASK = torch.tensor([[True] * 6, [True, True, True, False, False, False]])

@@ -19,6 +19,7 @@ class Traits:
 
     causal: "strict": output i depends on nothing later. "value": later values never enter, later keys may move the
         pattern. None: the mechanism cannot be causal.
+    not_strict: why it is not strictly causal, for messages.
     cross: queries and keys may come from different sequences, of different lengths.
     suffix: queries may be fewer (or more) than keys of the same sequence: query i is token i + S - T of it.
     step: `step` decodes one position (or a chunk) at a time, equal to the whole sequence.
@@ -30,7 +31,7 @@ class Traits:
     needs: which of the projections "query" and "key" the mechanism reads.
     shared_qk: one projection serves as query and key.
     max_length: longest sequence, None where there is no limit.
-    n_heads: the number of heads it is made for, None for any.
+    n_heads, d_head: the heads it is made for and their width, None for any.
     external: how many learnt tokens must stand before the sequence.
     second_projections: marked and first tokens are read, as queries, through projections of their own.
     memory: peak memory grows with length to at most this power.
@@ -52,9 +53,11 @@ class Traits:
     shared_qk: bool = False
     max_length: int | None = None
     n_heads: int | None = None
+    d_head: int | None = None
     external: int = 0
     second_projections: bool = False
     memory: float = 2.0
+    not_strict: str = ""
 
 
 class Operator(ABC):
@@ -134,8 +137,29 @@ class Attention(nn.Module, ABC):
 
     traits: Traits
 
+    def fits(self, n_heads: int, d_head: int) -> None:
+        """Refuse, with a `UserError`, heads that the mechanism was not made for."""
+        for name, made_for, given in (
+            ("n_heads", self.traits.n_heads, n_heads),
+            ("d_head", self.traits.d_head, d_head),
+        ):
+            if made_for not in (None, given):
+                raise UserError(
+                    f"{type(self).__name__} was made for {name} = {made_for}, got {given}; give both the same, or "
+                    f"leave {name} of its spec open and let multi_head or a model set it"
+                )
+
     def check(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> None:
-        """Refuse, with a `UserError`, what the traits do not claim. Every `operator` begins with it."""
+        """Refuse what does not fit, and what the traits do not claim: `UserError`. Every `operator` begins with it."""
+        if q.dim() != 4 or not q.is_floating_point() or not q.shape[3]:
+            raise UserError(f"queries are {tuple(q.shape)} of {q.dtype}; give floating-point numbers (B, H, T, D)")
+        if k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+            raise UserError(f"keys are {tuple(k.shape)}, queries {tuple(q.shape)}; all but the lengths must be equal")
+        for name, given in (("keys", mask.keys), ("marked", mask.marked)):
+            if given is not None and given.shape != (k.shape[0], k.shape[2]):
+                wanted = (k.shape[0], k.shape[2])
+                raise UserError(f"Mask: {name} is {tuple(given.shape)}; give {wanted}, batch and keys")
+        self.fits(q.shape[1], q.shape[3])
         traits, name = self.traits, type(self).__name__
         refused = {
             "a causal mask": mask.causal and traits.causal is None,
@@ -153,8 +177,6 @@ class Attention(nn.Module, ABC):
                 f"{name} was made for at most {traits.max_length} positions, "
                 f"got {max(q.shape[2], k.shape[2])}; build it with a larger length"
             )
-        if traits.n_heads is not None and q.shape[1] != traits.n_heads:
-            raise UserError(f"{name} was made for {traits.n_heads} heads, got {q.shape[1]}")
 
     @abstractmethod
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from hasten.attention.base import Attention, Cache, Operator, State, StepOperator, Traits, Weights
 from hasten.attention.masks import Mask, silence
-from hasten.fields import Share, Spec
+from hasten.attention.mechanism import MechanismSpec
+from hasten.fields import Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullSpec(Spec):
+class FullSpec(MechanismSpec):
     """Full softmax attention: every query reads every key."""
 
     kind: Literal["full"] = "full"

@@ -35,6 +35,9 @@ class HeadsAttention(Attention):
             if attention.traits.n_heads not in (None, size):
                 name = type(attention).__name__
                 raise UserError(f"heads: {name} was made for {attention.traits.n_heads} heads, the group has {size}")
+        widths = {attention.traits.d_head for _, attention in groups} - {None}
+        if len(widths) > 1:
+            raise UserError(f"heads: groups are made for heads of different widths, {sorted(widths)}; all are equal")  # type: ignore[type-var]
         self.traits = _common([attention.traits for _, attention in groups], sum(self.sizes))
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "HeadsOperator":
@@ -104,6 +107,7 @@ def _common(traits: Sequence[Traits], n_heads: int) -> Traits:
         shared_qk=traits[0].shared_qk,
         max_length=min(lengths) if lengths else None,
         n_heads=n_heads,
+        d_head=next((one.d_head for one in traits if one.d_head is not None), None),
         external=traits[0].external,
         second_projections=traits[0].second_projections,
         memory=max(one.memory for one in traits),

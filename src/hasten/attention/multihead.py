@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from hasten.attention.base import Attention, Cache, State
+from hasten.attention.losses import gather
 from hasten.attention.masks import Mask, padding, silence
 from hasten.attention.packed import attend_packed
 from hasten.errors import UserError
@@ -64,6 +65,12 @@ def _rows(wanted: Sequence[str], projected: Sequence[str]) -> _Rows:
     return _Rows(first, last, tuple(place - first if place >= 0 else -1 for place in places))
 
 
+def cut(d_model: int, n_heads: int) -> None:
+    """`UserError` unless the heads divide the width."""
+    if n_heads < 1 or d_model < 1 or d_model % n_heads:
+        raise UserError(f"d_model {d_model} cannot be cut into {n_heads} heads; n_heads must divide d_model")
+
+
 class MultiHeadAttention(nn.Module):
     """Projections around a mechanism: out = W_o concat_h(operator(q_h, k_h) v_h).
 
@@ -81,16 +88,11 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, attention: Attention, *, bias: bool = True):
         super().__init__()
-        if n_heads < 1 or d_model < 1 or d_model % n_heads:
-            raise UserError(f"d_model {d_model} cannot be cut into {n_heads} heads; n_heads must divide d_model")
+        cut(d_model, n_heads)
         if not isinstance(attention, Attention):
             raise TypeError(f"attention is {attention!r}; give an instance of a mechanism, for example FullAttention()")
         traits = attention.traits
-        if traits.n_heads not in (None, n_heads):
-            raise UserError(
-                f"{type(attention).__name__} was made for {traits.n_heads} heads, the layer has n_heads = {n_heads}; "
-                "give both the same number"
-            )
+        attention.fits(n_heads, d_model // n_heads)
         if traits.second_projections and type(self) is MultiHeadAttention:
             raise UserError(
                 f"{type(attention).__name__} is made for second projections (traits.second_projections), which this "
@@ -125,7 +127,9 @@ class MultiHeadAttention(nn.Module):
         else:
             self._check_memory()
             (q,), (k, v) = self._project(x, self._query), self._project(memory, self._memory)
-        return self._merge(self.attention.operator(q, k, mask).apply(v))
+        operator = self.attention.operator(q, k, mask)
+        gather(operator.losses)
+        return self._merge(operator.apply(v))
 
     def packed(
         self, x: Float[Tensor, "total D"], lengths: Int[Tensor, " B"], causal: bool = False

@@ -11,7 +11,8 @@ from torch.nn.parameter import Parameter
 from hasten.attention.base import Attention
 from hasten.attention.full import FullAttention
 from hasten.attention.masks import Mask, padding, silence
-from hasten.attention.multihead import CrossState, MultiHeadAttention, SelfState
+from hasten.attention.mechanism import MechanismSpec, Place
+from hasten.attention.multihead import CrossState, MultiHeadAttention, SelfState, cut
 from hasten.attention.packed import unpack
 from hasten.attention.patterns.algebra import Causal, walk
 from hasten.attention.patterns.attention import PatternAttention, PatternOperator
@@ -21,12 +22,17 @@ from hasten.errors import UserError
 _EVERYTHING = Mask()
 
 
-def multi_head(d_model: int, n_heads: int, attention: Attention, *, bias: bool = True) -> MultiHeadAttention:
+def multi_head(
+    d_model: int, n_heads: int, attention: Attention | MechanismSpec, *, layer: int = 0, bias: bool = True
+) -> MultiHeadAttention:
     """The layer that a mechanism asks for: with second projections where `traits.second_projections`, else plain.
 
-    Tokens that a mechanism wants before the sequence (`traits.external`) are the caller's to put into x.
-    Errors: those of `MultiHeadAttention`.
+    A spec is built for these heads; mechanisms of different layers draw differently. Tokens that a mechanism wants
+    before the sequence (`traits.external`) are the caller's to put into x. Errors: those of `MultiHeadAttention`.
     """
+    if isinstance(attention, MechanismSpec):
+        cut(d_model, n_heads)
+        attention = attention.at(Place(layer=layer, n_heads=n_heads, d_head=d_model // n_heads)).build()
     second = isinstance(attention, Attention) and attention.traits.second_projections
     kind = SecondProjections if second else MultiHeadAttention
     return kind(d_model, n_heads, attention, bias=bias)

@@ -11,10 +11,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from hasten.attention.adapting import numbers
 from hasten.attention.base import Attention, Cache, Operator, State, StepOperator, Traits, Weights
 from hasten.attention.masks import Mask, silence
+from hasten.attention.mechanism import MechanismSpec
 from hasten.errors import UserError
-from hasten.fields import PositiveInt, Seed, Share, Spec
+from hasten.fields import PositiveInt, Seed, Share
 
 PartName = Literal["dense", "random", "factorised_dense", "factorised_random", "dot_product"]
 
@@ -23,7 +25,7 @@ _TABLES = frozenset({"random", "factorised_random"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthesizerSpec(Spec):
+class SynthesizerSpec(MechanismSpec):
     """Weights made from the query alone, or from nothing but the positions."""
 
     kind: Literal["synthesizer"] = "synthesizer"
@@ -32,10 +34,10 @@ class SynthesizerSpec(Spec):
     """Where scores come from; of several parts a mixture is learnt. `dot_product` only beside another."""
     max_length: PositiveInt = 1024
     """Longest sequence; the parameters grow with it."""
-    n_heads: PositiveInt = 4
-    """Attention heads: as many as the layer has."""
-    d_head: PositiveInt = 64
-    """Width of a head, the layer's d_model / n_heads; read by the dense parts."""
+    n_heads: PositiveInt | None = None
+    """Attention heads; a model sets it."""
+    d_head: PositiveInt | None = None
+    """Width of the heads, read by the dense parts; a model sets it."""
     factor: PositiveInt | None = None
     """Keys this many places apart share a factor of the factorised dense score; none: sqrt(max_length)."""
     rank: PositiveInt = 8
@@ -45,7 +47,7 @@ class SynthesizerSpec(Spec):
     dropout: Share = 0.0
     """Share of attention weights dropped in training."""
     seed: Seed = 0
-    """Draws the first weights; layers with the same seed start alike."""
+    """Draws the first weights; each layer of a model has draws of its own."""
 
     def build(self) -> "Synthesizer":
         """The mechanism this spec describes; `UserError` where it contradicts itself."""
@@ -77,7 +79,6 @@ class Synthesizer(Attention):
     Cost: it saves projections and the products of queries and keys, not the T x S weights: time and memory grow with
     T S, and memory more than that of fused full attention. Random parts alone form one T x S matrix a head for the
     whole batch where nothing is padded. Scores and softmax are in float32 or wider.
-    Errors: `UserError` beyond max_length, and for other heads or (dense parts) another width than it was made for.
     Source: Tay et al., 2021 (Synthesizer), section 3.
     """
 
@@ -96,21 +97,19 @@ class Synthesizer(Attention):
             allowed=True,
             needs=frozenset({"query"} if reads_queries else ()) | frozenset({"key"} if dot else ()),
             max_length=spec.max_length,
-            n_heads=spec.n_heads,
+            n_heads=spec.size("n_heads"),
+            d_head=spec.size("d_head") if parts & _NETWORKS else None,
         )
         self.dropout = spec.dropout
-        self.width = spec.d_head if parts & _NETWORKS else None
         # Decoding keeps this many columns of the keys: where only their number is read, one is enough.
         self.kept = None if dot else 1
-        generator = torch.Generator().manual_seed(spec.seed)
+        generator = numbers(spec.seed, 0)
         self.parts = nn.ModuleList(_PARTS[name](spec, generator) for name in spec.parts)
         self.mixture = Mixture(len(spec.parts)) if len(spec.parts) > 1 else Alone()
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "SynthesizerOperator":
         """The map, its weights formed."""
         self.check(q, k, mask)
-        if self.width is not None and self.width != q.shape[3]:
-            raise UserError(f"Synthesizer was made for d_head = {self.width}, got heads {q.shape[3]} wide; set d_head")
         unread = None if mask.silent else mask.keys
         wide = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
@@ -250,9 +249,9 @@ class Network(nn.Module):
 
     def __init__(self, spec: SynthesizerSpec, n_outputs: int, generator: torch.Generator):
         super().__init__()
-        drawn = torch.randn(spec.n_heads, n_outputs, spec.d_head, generator=generator)
-        self.weight = Parameter(drawn / math.sqrt(spec.d_head))
-        self.bias = Parameter(torch.zeros(spec.n_heads, n_outputs))
+        drawn = torch.randn(spec.size("n_heads"), n_outputs, spec.size("d_head"), generator=generator, device="cpu")
+        self.weight = Parameter(drawn / math.sqrt(drawn.shape[2]))
+        self.bias = Parameter(torch.zeros(drawn.shape[:2]))
 
     def forward(self, q: Tensor, n_outputs: int) -> Tensor:
         """The first outputs."""
@@ -312,7 +311,7 @@ class Random(ScorePart):
 
     def __init__(self, spec: SynthesizerSpec, generator: torch.Generator):
         super().__init__()
-        drawn = torch.randn(spec.n_heads, spec.max_length, spec.max_length, generator=generator)
+        drawn = torch.randn(spec.size("n_heads"), spec.max_length, spec.max_length, generator=generator, device="cpu")
         _hold(self, "table", drawn, spec.frozen)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
@@ -333,7 +332,7 @@ class FactorisedRandom(ScorePart):
     def __init__(self, spec: SynthesizerSpec, generator: torch.Generator):
         super().__init__()
         for name in ("queries", "keys"):
-            drawn = torch.randn(spec.n_heads, spec.max_length, spec.rank, generator=generator)
+            drawn = torch.randn(spec.size("n_heads"), spec.max_length, spec.rank, generator=generator, device="cpu")
             _hold(self, name, drawn / spec.rank**0.25, spec.frozen)  # the products have variance 1
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten.attention.mechanism import Place
 from hasten.bench.mechanism import mechanism, split
 from hasten.bench.process import Process
 from hasten.errors import UserError
@@ -25,9 +26,10 @@ class Contestant:
     command: tuple[str, ...]
 
 
-def contestants(mechanisms: str, peers: Path | None) -> list[Contestant]:
+def contestants(mechanisms: str, peers: Path | None, place: Place) -> list[Contestant]:
     """Who a comma-separated list names, in its order; peers follow, all of them unless the list names some.
 
+    place: the heads they are measured with.
     `UserError` for an unknown mechanism or peer, for the same one twice and for a missing environment of peers.
     """
     names = split(mechanisms)
@@ -39,7 +41,7 @@ def contestants(mechanisms: str, peers: Path | None) -> list[Contestant]:
         if names.count(name) > 1:
             raise UserError(f"--mechanisms: {name} stands there more than once")
     for name in own:
-        _check(name)
+        _check(name, place)
     command = (sys.executable, str(_WORKER), str(_MODULES))
     found = [Contestant(name, name, "hasten", command) for name in own]
     if asked and peers is None:
@@ -47,9 +49,9 @@ def contestants(mechanisms: str, peers: Path | None) -> list[Contestant]:
     return found if peers is None else [*found, *_peers(asked, peers)]
 
 
-def _check(name: str) -> None:
+def _check(name: str, place: Place) -> None:
     try:
-        mechanism(name).build()
+        mechanism(name).at(place).build()
     except UserError as error:
         raise UserError(f"--mechanisms: {error}") from error
 

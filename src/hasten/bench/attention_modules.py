@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.attention import Attention, Mask, multi_head
+from hasten.attention.mechanism import Place
 from hasten.bench.mechanism import mechanism, settings
 from hasten.errors import UserError
 
@@ -46,8 +47,12 @@ class SelfAttention(nn.Module):
 
 def build(name: str, sizes: Sizes) -> nn.Module:
     """The mechanism at the level asked for."""
-    attention, mask = mechanism(name).build(), Mask(causal=sizes["causal"])
+    attention, mask = _mechanism(name, sizes), Mask(causal=sizes["causal"])
     return Core(attention, mask) if sizes["level"] == "core" else SelfAttention(attention, mask, sizes)
+
+
+def _mechanism(name: str, sizes: Sizes) -> Attention:
+    return mechanism(name).at(Place(n_heads=sizes["heads"], d_head=sizes["width"])).build()
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def check(name: str, sizes: Sizes) -> str:
     The heads and their width are those of the benchmark, the lengths are short.
     """
     torch.manual_seed(0)
-    attention = mechanism(name).build().eval()
+    attention = _mechanism(name, sizes).eval()
     for dtype, tolerance in _TOLERANCE.items():
         attention.to(dtype)
         for length in sorted({min(length, attention.traits.max_length or length) for length in (*_SHORT, _LONG)}):

@@ -48,12 +48,13 @@ def attention(
 
     Example: hasten bench attention --mechanisms full,"Local(256)" --lengths 256,1024,4096 --out bench
     """
+    from hasten.attention.mechanism import Place
     from hasten.bench.attention import Plan
     from hasten.bench.attention_contestant import contestants
     from hasten.cli.bench import create, warn_if_busy
 
     plan = Plan(
-        contestants=contestants(mechanisms, peers),
+        contestants=contestants(mechanisms, peers, Place(n_heads=heads, d_head=width)),
         lengths=_lengths(lengths),
         heads=heads,
         width=width,

@@ -94,13 +94,14 @@ def show(
 def _groups(text: str, heads: int | None) -> list[_Group]:
     """The groups of heads that an expression or a mechanism describes."""
     from hasten.attention.heads import HeadsAttention
+    from hasten.attention.mechanism import Place
     from hasten.attention.patterns import parse
     from hasten.bench.mechanism import mechanism
 
     if text.strip()[:1].isupper() or text.strip()[:1] == "(":
         found = parse(text.strip())
         return [_Group(found, heads or 2 * _is_random(found), 0)]
-    attention = mechanism(text.strip()).build()
+    attention = mechanism(text.strip()).at(Place(n_heads=heads or 2, d_head=64)).build()
     if not isinstance(attention, HeadsAttention):
         found, seed = _pattern(text, attention)
         return [_Group(found, heads or 2 * _is_random(found), seed)]

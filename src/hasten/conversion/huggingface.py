@@ -24,6 +24,7 @@ _BEFORE = "_attention_before_hasten"
 _CONVERTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_drop", "dropout_prob", "dropout_p", "dropout")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_WIDTHS = ("head_dim", "attention_head_size", "d_head")
 
 
 def find(root: nn.Module) -> list[Site]:
@@ -58,7 +59,8 @@ def _site(root: nn.Module, name: str, module: nn.Module, model: Any) -> Site:
     return Site(
         name=name,
         module=module,
-        n_heads=next((getattr(module, one) for one in _HEADS if isinstance(getattr(module, one, None), int)), None),
+        n_heads=_number(module, _HEADS),
+        d_head=_number(module, _WIDTHS),
         dropout=_dropout(module),
         causal=causal,
         cross=_is_cross(name, module, causal),
@@ -68,6 +70,11 @@ def _site(root: nn.Module, name: str, module: nn.Module, model: Any) -> Site:
         obstacle=_obstacle(module, model),
         install=_installer(root, module),
     )
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is a whole number."""
+    return next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), int)), None)
 
 
 def _dropout(module: nn.Module) -> float | None:

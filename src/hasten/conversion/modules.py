@@ -44,6 +44,7 @@ def _site(
         name=name,
         module=module,
         n_heads=module.num_heads,
+        d_head=module.head_dim,
         dropout=module.dropout,
         causal="self_attn" in decoders,
         cross="multihead_attn" in decoders or any(attribute in CROSS_NAMES for _, attribute in homes),

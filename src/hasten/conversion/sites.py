@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import nn
 
 from hasten.attention.base import Attention
+from hasten.attention.mechanism import MechanismSpec, Place
 from hasten.errors import UserError
-from hasten.fields import Spec
 
 Undo = Callable[[], None]
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -40,6 +40,7 @@ class Site:
     name: str
     module: nn.Module
     n_heads: int | None
+    d_head: int | None
     dropout: float | None
     causal: bool
     cross: bool
@@ -88,8 +89,8 @@ def build(spec: BuildsAttention, site: Site) -> Attention:
 
     A share of dropped weights other than the spec's default is taken from the spec instead.
     """
-    if isinstance(spec, Spec):
-        spec = spec.at_layer(site.layer)
+    if isinstance(spec, MechanismSpec):
+        spec = spec.at(Place(layer=site.layer, n_heads=site.n_heads, d_head=site.d_head))
     if site.dropout and _leaves_dropout_open(spec):
         spec = dataclasses.replace(spec, dropout=site.dropout)  # pyright: ignore[reportArgumentType]
     attention = spec.build()
@@ -110,12 +111,14 @@ def misfit(attention: Attention, site: Site) -> str:
     """Why this mechanism cannot serve this site; empty where it can."""
     traits, name = attention.traits, type(attention).__name__
     heads = traits.n_heads is not None and site.n_heads is not None and traits.n_heads != site.n_heads
+    width = traits.d_head is not None and site.d_head is not None and traits.d_head != site.d_head
     reasons = {
         site.obstacle: bool(site.obstacle),
         f"it is cross-attention, which {name} does not do (traits.cross)": site.cross and not traits.cross,
         f"it is causal, which {name} cannot be (traits.causal)": site.causal and traits.causal is None,
         f"{name} wants one projection for queries and keys (traits.shared_qk)": traits.shared_qk and not site.ties,
         f"{name} was made for {traits.n_heads} heads, here are {site.n_heads}": heads,
+        f"{name} was made for heads of width {traits.d_head}, here they are {site.d_head} wide": width,
         f"{name} wants learnt tokens before the sequence (traits.external)": traits.external > 0,
         f"{name} wants projections of a second kind (traits.second_projections)": traits.second_projections,
     }

@@ -76,6 +76,10 @@ class Autoregressive(GenerationModel):
         shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
         self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention)
         self.decoder = Decoder(spec.decoder_layers, *shape, spec.decoder_attention, spec.cross_attention)
+        # Either side has one symbol more: the end of the source, the beginning of the target.
+        limits = (self.encoder.longest, self.decoder.longest_memory, self.decoder.longest)
+        self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)
+        self.most_steps = self.decoder.longest or 2**31
         self.edits = (Edit("append", self._append),)
         banned = torch.zeros(vocab_size)
         banned[[i for i in SPECIAL_IDS if i != EOS]] = -torch.inf
@@ -128,7 +132,7 @@ class Autoregressive(GenerationModel):
 
     def limit(self, memory: Memory) -> Int[Tensor, "B"]:
         """Longest output of each row in tokens, the end symbol included; it depends on the row's source alone."""
-        return 2 * memory.lengths + 20
+        return (2 * memory.lengths + 20).clamp(max=self.most_steps)
 
     def _append(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
         last = canvas.tokens[:, -1] if iteration else torch.full_like(canvas.done, BOS, dtype=torch.int64)

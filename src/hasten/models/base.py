@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hasten.attention.base import State
+from hasten.attention.losses import attention_losses, together
 from hasten.data.batch import Batch
 from hasten.decoding.frame import EditKind
 from hasten.nn.loss import LossTerm
@@ -73,6 +74,8 @@ class GenerationModel(nn.Module, ABC):
 
     embedding: nn.Embedding
     edits: tuple[Edit, ...]
+    longest: int | None = None
+    """The most tokens on either side, end symbols not counted, that its attention takes; None: any number."""
 
     @abstractmethod
     def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
@@ -91,8 +94,10 @@ class GenerationModel(nn.Module, ABC):
         """Rows that are finished after iteration number `iteration` (counted from 0)."""
 
     def forward(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
-        """The loss; the name that data-parallel wrappers call."""
-        return self.loss(batch, generator)
+        """The loss, with the terms that attention adds; the name that data-parallel wrappers call."""
+        with attention_losses() as losses:
+            terms = self.loss(batch, generator)
+        return {**terms, **together(losses)}
 
     def progress(self, fraction: float) -> None:
         """Told before every training step which fraction of the run is over, for schedules within the loss."""

@@ -90,6 +90,9 @@ class CTC(GenerationModel):
         self.upsample.weight.data += copies
         nn.init.zeros_(self.upsample.bias)
         self.refiner = Encoder(spec.refiner_layers, *shape, spec.refiner_attention)
+        frames = None if self.refiner.longest is None else self.refiner.longest // spec.upsample
+        limits = (self.encoder.longest, frames)
+        self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)
         self.edits = (Edit("fill", self._fill), Edit("collapse", self._collapse))
         self.glancing = spec.glancing_start
         banned = torch.zeros(vocab_size)

@@ -2,67 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hasten.attention import Attention, AttentionSpec, Mask, Traits
+from hasten.attention import AttentionSpec, Mask, Traits
 from hasten.attention.masks import padding
-from hasten.errors import UserError
-from hasten.nn.external import ExternalTokens, NoTokens
 from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
-
-T = TypeVar("T")
-
-
-def per_layer(specs: Sequence[T], n_layers: int, name: str) -> list[T]:
-    """One spec for each layer: a single one stands for all."""
-    if len(specs) not in (1, n_layers):
-        raise UserError(f"{name} has {len(specs)} entries; give 1 for all layers or {n_layers}, one per layer")
-    return list(specs) * (n_layers if len(specs) == 1 else 1)
-
-
-def build(
-    specs: Sequence[AttentionSpec],
-    n_layers: int,
-    name: str,
-    able: Callable[[Traits], bool],
-    need: str,
-    *,
-    external: bool = False,
-) -> list[Attention]:
-    """One mechanism for each layer; `UserError` naming the layer whose mechanism's traits are not `able`.
-
-    external: the stack puts learnt tokens before the sequence where mechanisms want them.
-    """
-    specs = [spec.at_layer(i) for i, spec in enumerate(per_layer(specs, n_layers, name))]
-    attentions: list[Attention] = [spec.build() for spec in specs]
-    for i, (spec, attention) in enumerate(zip(specs, attentions, strict=True)):
-        cannot = f"{name}, layer {i + 1}: {spec.kind} attention cannot serve here"
-        if attention.traits.external and not external:
-            raise UserError(
-                f"{cannot}: it wants {attention.traits.external} learnt tokens before the sequence (external), which "
-                "read all of it; only an encoder has them"
-            )
-        if not able(attention.traits):
-            raise UserError(f"{cannot}, where {need}")
-    return attentions
-
-
-def tokens_before(attentions: Sequence[Attention], d_model: int, name: str) -> ExternalTokens | NoTokens:
-    """The learnt tokens that all layers want before the sequence; `UserError` where they want different numbers."""
-    wanted: dict[int, list[int]] = {}
-    for i, attention in enumerate(attentions):
-        wanted.setdefault(attention.traits.external, []).append(i + 1)
-    if len(wanted) > 1:
-        parts = [f"{tokens} by layer {', '.join(map(str, layers))}" for tokens, layers in wanted.items()]
-        raise UserError(
-            f"{name}: the number of learnt tokens before the sequence (external) must be the same in all layers; "
-            f"wanted are {'; '.join(parts)}"
-        )
-    tokens = max(wanted, default=0)
-    return ExternalTokens(tokens, d_model) if tokens else NoTokens()
+from hasten.nn.mechanisms import build, longest, tokens_before
 
 
 class Encoder(nn.Module):
@@ -76,8 +23,10 @@ class Encoder(nn.Module):
     ):
         super().__init__()
         name, need = "encoder attention", "sentences are padded"
-        own = build(attention, n_layers, name, lambda traits: traits.key_padding, need, external=True)
+        able: Callable[[Traits], bool] = lambda traits: traits.key_padding  # noqa: E731
+        own = build(attention, (d_model, n_heads), n_layers, name, able, need, external=True)
         self.external = tokens_before(own, d_model, name)
+        self.longest = longest(own)
         self.layers = nn.ModuleList(EncoderLayer(d_model, n_heads, d_ff, dropout, a) for a in own)
         self.norm = nn.LayerNorm(d_model)
 
@@ -107,6 +56,7 @@ class Decoder(nn.Module):
         super().__init__()
         own = build(
             attention,
+            (d_model, n_heads),
             n_layers,
             "decoder attention",
             lambda traits: traits.causal == "strict" and traits.step,
@@ -114,11 +64,13 @@ class Decoder(nn.Module):
         )
         cross = build(
             cross_attention,
+            (d_model, n_heads),
             n_layers,
             "cross attention",
             lambda traits: traits.cross and traits.key_padding,
             "queries read another, padded sequence",
         )
+        self.longest, self.longest_memory = longest(own), longest(cross)
         self.layers: nn.ModuleList = nn.ModuleList(
             DecoderLayer(d_model, n_heads, d_ff, dropout, a, b) for a, b in zip(own, cross, strict=True)
         )

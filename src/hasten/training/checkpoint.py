@@ -48,7 +48,11 @@ def clear_run(directory: Path) -> None:
 def save_weights(path: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
     """Write tensors with the tokenizer's fingerprint; the file appears whole or not at all."""
     partial = path.with_suffix(".partial")
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        own = tensor.detach().cpu().contiguous()
+        # The format has no tensors in common: what several layers share is written for each.
+        plain[name] = own.clone() if any(own.data_ptr() == other.data_ptr() for other in plain.values()) else own
     try:
         save_file(plain, partial, metadata={**_FORMAT, "tokenizer": tokenizer.fingerprint})
         partial.chmod(0o666 & ~_umask())  # safetensors writes files that only their owner can read

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hasten import spec as specs
+from hasten.attention import after_update
 from hasten.data.batch import Pair, endless_batches, pair_batch
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
@@ -260,6 +261,7 @@ class _Run:
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        after_update(model)
         return total, parts, seen, stopping
 
     def _of_all(self, loss: float, seen: int, stop: bool) -> tuple[float, int, bool]:

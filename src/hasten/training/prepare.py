@@ -27,6 +27,12 @@ def check(spec: RunSpec) -> None:
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"[model] describes a model that cannot be built: {reason}") from error
+    if model.longest is not None and model.longest < spec.data.max_tokens:
+        raise UserError(
+            f"attention with a max_length takes at most {max(0, model.longest)} tokens of a sentence in this model, "
+            f"data.max_tokens is {spec.data.max_tokens}; raise max_length, set data.max_tokens="
+            f"{max(1, model.longest)}, or choose a kind without a limit (full, local, performer, ...)"
+        )
     _check_memory(sum(parameter.numel() for parameter in model.parameters()))
 
 

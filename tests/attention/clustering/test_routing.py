@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.attention import FullAttention, Mask
-from hasten.attention.clustering import bands, centroids, clusters
+from hasten.attention import FullAttention, Mask, after_update
+from hasten.attention.clustering import bands, clusters
 from hasten.attention.clustering.routing import RoutingAttention, RoutingSpec
 from hasten.errors import UserError
 
@@ -165,7 +165,7 @@ def test_centroids_come_to_the_means_of_a_mixture_however_unequal_its_parts():
     for step in range(100):
         x, _ = mixture(64, step)
         attention.operator(x, x, Mask())
-        centroids.update(torch.nn.Sequential(attention))
+        after_update(torch.nn.Sequential(attention))
         assert torch.allclose(attention.centroids.vectors.norm(dim=-1), torch.ones(1, 2))
     torch.testing.assert_close(attention.centroids.vectors[0], axes, rtol=0, atol=0.03)
 
@@ -177,7 +177,7 @@ def test_an_update_is_an_average_of_means_over_all_that_was_seen():
     for seed in (0, 7):
         attention.operator(q + seed, k * (seed + 1) + tokens(9, seed=seed), Mask(keys=keys))
     assert torch.equal(attention.centroids.of(q), old)
-    attention.update()
+    after_update(attention)
     new = attention.centroids.of(q)
     for h in range(2):
         seen: dict[int, list[Tensor]] = {}
@@ -189,7 +189,7 @@ def test_an_update_is_an_average_of_means_over_all_that_was_seen():
             mean = torch.stack(seen[c]).mean(0) if c in seen else old[h, c]
             moved = F.normalize(0.75 * old[h, c] + 0.25 * mean, dim=0)
             torch.testing.assert_close(new[h, c], moved, rtol=1e-5, atol=1e-6)
-    attention.update()
+    after_update(attention)
     torch.testing.assert_close(attention.centroids.of(q), new)
 
 
@@ -198,10 +198,10 @@ def test_centroids_rest_in_evaluation_and_where_no_token_is():
     before = attention.state_dict()["centroids.vectors"].clone()
     q = tokens(9)
     assert attention.operator(q, q, Mask()).losses == ()
-    attention.update()
+    after_update(attention)
     torch.testing.assert_close(attention.state_dict()["centroids.vectors"], before)
     attention.train().operator(tokens(1), tokens(1), Mask(keys=torch.zeros(2, 1, dtype=torch.bool)))
-    attention.update()
+    after_update(attention)
     torch.testing.assert_close(attention.state_dict()["centroids.vectors"], before)
 
 
@@ -215,11 +215,11 @@ def test_processes_that_train_together_move_centroids_together(monkeypatch: pyte
 
     parts = [tokens(9), tokens(14, seed=1)]
     together, mine, other = trained(parts), trained(parts[:1]), trained(parts[1:])
-    together.update()
+    after_update(together)
     theirs = iter([other.centroids.sums, other.centroids.counts])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(next(theirs)))
-    mine.update()
+    after_update(mine)
     torch.testing.assert_close(mine.centroids.vectors, together.centroids.vectors)
     assert next(theirs, None) is None
 
@@ -234,7 +234,7 @@ def test_a_replay_under_checkpointing_moves_centroids_as_far():
 
         out = torch.utils.checkpoint.checkpoint(mixed, q, use_reentrant=False) if replay else mixed(q)
         out.sum().backward()
-        attention.update()
+        after_update(attention)
         moved.append(attention.centroids.of(q))
     torch.testing.assert_close(*moved)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.attention import FullSpec, Mask, MultiHeadAttention
-from hasten.attention.kernels.directions import Directions, advance
+from hasten.attention import FullSpec, Mask, MultiHeadAttention, after_update
+from hasten.attention.kernels.directions import Directions
 from hasten.attention.kernels.performer import PerformerAttention, PerformerSpec
 from hasten.errors import UserError
 
@@ -180,13 +180,13 @@ def test_a_schedule_redraws_in_training_only_and_only_when_told():
     changed = []
     for _ in range(7):
         before = layer.directions.rows.clone()
-        advance(model)
+        after_update(model)
         changed.append(not torch.equal(layer.directions.rows, before))
     assert changed == [False, False, True, False, False, True, False]
     assert torch.equal(model[1].attention.directions.rows, start)  # no schedule
     model.eval()
     for _ in range(3):
-        advance(model)
+        after_update(model)
     assert int(layer.directions.calls) == 7
     assert int(layer.directions.draws) == 2
 

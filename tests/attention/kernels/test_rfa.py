@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.attention import Mask, MultiHeadAttention
-from hasten.attention.kernels.directions import advance
+from hasten.attention import Mask, MultiHeadAttention, after_update
 from hasten.attention.kernels.rfa import FLOOR, RandomFeatureAttention, RFASpec
 from hasten.errors import UserError
 
@@ -230,9 +229,9 @@ def test_waves_are_redrawn_on_schedule_and_by_hand_only():
     attention = model[0].attention
     rows = attention.directions.rows.clone()
     model(torch.randn(1, 4, 2 * WIDTH))
-    advance(model)
+    after_update(model)
     assert torch.equal(attention.directions.rows, rows)
-    advance(model)
+    after_update(model)
     assert not torch.isclose(attention.directions.rows, rows).any()
     rows = attention.directions.rows.clone()
     attention.redraw()

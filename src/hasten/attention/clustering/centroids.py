@@ -6,20 +6,19 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from hasten.errors import UserError
+from hasten.attention.adapting import Adapting, numbers
 from hasten.nn.loss import LossTerm
 
 
-class Centroids(nn.Module):
+class Centroids(Adapting):
     """Unit vectors mu (heads, clusters, D). A token x belongs to argmax_c x . mu_c, the first of equals.
 
-    In training `learn` sums the tokens of every cluster, as unit vectors, and `update`, once per step of the optimiser,
+    In training `learn` sums the tokens of every cluster, as unit vectors, and `after_update`, once per optimiser step,
     moves mu <- decay mu + (1 - decay) mean of its tokens, then makes it a unit vector again; a cluster without tokens
     stays. Means, not sums: these would weigh a centroid by the number of its tokens. Processes that train together add
-    their sums first. Fewer heads and narrower tokens use the first rows and columns.
-    Errors: `UserError` for more heads or wider ones. Source: after Roy et al., 2021, section 4.
+    their sums first. Source: after Roy et al., 2021, section 4.
     """
 
     vectors: Tensor
@@ -28,21 +27,15 @@ class Centroids(nn.Module):
 
     def __init__(self, n_heads: int, clusters: int, width: int, *, decay: float, commitment: float, seed: int):
         super().__init__()
-        self.decay, self.commitment, self.clusters, self._used = decay, commitment, clusters, width
-        generator = torch.Generator().manual_seed(seed)
-        self.register_buffer("vectors", F.normalize(torch.randn(n_heads, clusters, width, generator=generator), dim=-1))
+        self.decay, self.commitment, self.clusters = decay, commitment, clusters
+        drawn = torch.randn(n_heads, clusters, width, generator=numbers(seed, 0), device="cpu")
+        self.register_buffer("vectors", F.normalize(drawn, dim=-1))
         self.register_buffer("sums", torch.zeros(n_heads, clusters, width), persistent=False)
         self.register_buffer("counts", torch.zeros(n_heads, clusters), persistent=False)
 
     def of(self, x: Float[Tensor, "B H N D"]) -> Float[Tensor, "H clusters D"]:
         """The centroids for tokens such as these."""
-        n_heads, _, width = self.vectors.shape
-        if x.shape[1] > n_heads or x.shape[3] > width:
-            raise UserError(
-                f"routing: made for at most {n_heads} heads of width {width}, got {x.shape[1]} of {x.shape[3]}; "
-                "raise n_heads and d_head"
-            )
-        return F.normalize(self.vectors[: x.shape[1], :, : x.shape[3]].to(x.dtype), dim=-1)
+        return F.normalize(self.vectors.to(x.dtype), dim=-1)
 
     @torch.no_grad()
     def nearness(self, x: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N clusters"]:
@@ -59,7 +52,7 @@ class Centroids(nn.Module):
 
         Tokens come on the sphere of radius sqrt(D). The loss is the mean of |x / sqrt(D) - mu|^2.
         """
-        if not self.training:
+        if not (self.training and torch.is_grad_enabled()):
             return ()
         total = torch.zeros((), device=real.device)
         with torch.autocast(real.device.type, enabled=False):
@@ -74,26 +67,20 @@ class Centroids(nn.Module):
     @torch.no_grad()
     def _collect(self, x: Float[Tensor, "B H N D"], cluster: Int[Tensor, "B H N"], real: Bool[Tensor, "B N"]) -> None:
         chosen = F.one_hot(cluster, self.clusters).to(x.dtype) * real[:, None, :, None]
-        n_heads, self._used = x.shape[1], x.shape[3]
-        self.sums[:n_heads, :, : self._used] += torch.einsum("bhnc,bhnd->hcd", chosen, x).to(self.sums.dtype)
-        self.counts[:n_heads] += chosen.sum((0, 2)).to(self.counts.dtype)
+        self.sums += torch.einsum("bhnc,bhnd->hcd", chosen, x).to(self.sums.dtype)
+        self.counts += chosen.sum((0, 2)).to(self.counts.dtype)
 
     @torch.no_grad()
-    def update(self) -> None:
+    def after_update(self) -> None:
         """Move the centroids to what was gathered since the last update, in all processes."""
+        if not self.training:
+            return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.sums)
             torch.distributed.all_reduce(self.counts)
-        counts, vectors = self.counts[..., None], self.vectors[..., : self._used]
-        mean = self.sums[..., : self._used] / counts.clamp_min(1)
-        moved = F.normalize(self.decay * F.normalize(vectors, dim=-1) + (1 - self.decay) * mean, dim=-1)
-        vectors.copy_(torch.where(counts > 0, moved, vectors))
+        counts = self.counts[..., None]
+        mean = self.sums / counts.clamp_min(1)
+        moved = F.normalize(self.decay * F.normalize(self.vectors, dim=-1) + (1 - self.decay) * mean, dim=-1)
+        self.vectors.copy_(torch.where(counts > 0, moved, self.vectors))
         self.sums.zero_()
         self.counts.zero_()
-
-
-def update(model: nn.Module) -> None:
-    """Call after each step of training: moves all centroids of a model to the tokens seen since the last call."""
-    for module in model.modules():
-        if isinstance(module, Centroids):
-            module.update()

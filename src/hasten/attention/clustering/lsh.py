@@ -7,22 +7,24 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from hasten.attention.adapting import Drawn, numbers
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
 from hasten.attention.clustering.bands import PENALTY, Bands, Chunks, Recent, Rule
 from hasten.attention.clustering.gathered import TileOperator, widened
 from hasten.attention.clustering.rings import Members, RingStep
 from hasten.attention.masks import Mask, silence
+from hasten.attention.mechanism import MechanismSpec
 from hasten.errors import UserError
-from hasten.fields import PositiveInt, Seed, Spec
+from hasten.fields import NonNegativeInt, PositiveInt, Seed
 
 _SHORTEST = 1e-3  # what is shorter is divided by this instead of its length: gradients stay finite at zero
 _MOST = 64  # buckets of one hash; more are the product of two
 
 
 @dataclass(frozen=True, kw_only=True)
-class LSHSpec(Spec):
+class LSHSpec(MechanismSpec):
     """Locality-sensitive hashing (Reformer): a token reads others of its own buckets; keys are the queries."""
 
     kind: Literal["lsh"] = "lsh"
@@ -37,14 +39,16 @@ class LSHSpec(Spec):
     """Read the other buckets of a chunk too."""
     strict: bool = False
     """Read the last `chunk` tokens of the bucket up to itself: causal in every sense, decoded step by step."""
-    d_head: PositiveInt = 128
-    """Largest width of a head."""
+    d_head: PositiveInt | None = None
+    """Width of the heads; a model sets it."""
+    redraw_every: NonNegativeInt = 0
+    """Draw new rotations after every so many updates in training; 0: never."""
     seed: Seed = 0
-    """The random rotations follow from it."""
+    """Draws the rotations; each layer of a model has draws of its own."""
 
     def build(self) -> "LSHAttention | StrictLSHAttention":
         """The mechanism this spec describes."""
-        hashing = Hash(self.buckets, self.rounds, self.d_head, self.seed)
+        hashing = Hash(self.buckets, self.rounds, self.size("d_head"), seed=self.seed, redraw_every=self.redraw_every)
         if not self.strict:
             return LSHAttention(hashing, self.chunk, across=self.attend_across_buckets)
         if self.attend_across_buckets:
@@ -52,47 +56,35 @@ class LSHSpec(Spec):
         return StrictLSHAttention(hashing, self.chunk)
 
 
-class Hash(nn.Module):
+class Hash(Drawn):
     """h(x) = argmax [x R; -x R] with random R (D, buckets / 2), for each of several rounds.
 
     Near vectors collide more often than far ones. More than 64 buckets are the product of two such hashes where their
-    number is divisible by 4. R is a buffer drawn from the seed, of which narrower vectors use the first rows;
-    `redraw` replaces it. A zero vector falls into bucket 0.
+    number is divisible by 4. A zero vector falls into bucket 0.
     Source: Andoni et al., 2015; Kitaev et al., 2020, section 2.
     """
 
     rotations: Tensor
-    draws: Tensor
 
-    def __init__(self, buckets: int, rounds: int, width: int, seed: int):
-        super().__init__()
+    def __init__(self, buckets: int, rounds: int, width: int, *, seed: int, redraw_every: int = 0):
+        super().__init__(seed, redraw_every)
         if buckets > 1 and buckets % 2:
             raise UserError(f"lsh: got {buckets} buckets; give 1 or an even number")
-        self.buckets, self.rounds, self.seed = buckets, rounds, seed
+        self.buckets, self.rounds = buckets, rounds
         self.factors = _factors(buckets)
         self.register_buffer("rotations", torch.empty(width, rounds, sum(self.factors) // 2))
-        self.register_buffer("draws", torch.tensor(-1))
-        self.redraw()
+        self.draw(numbers(seed, 0))
 
-    def redraw(self) -> None:
-        """New random rotations: the next draw of the seed."""
-        self.draws += 1
-        # torch's generator reads 32 bits of a seed: each draw has a seed of its own, drawn from the first.
-        seeds = torch.randint(2**32, (int(self.draws) + 1,), generator=torch.Generator().manual_seed(self.seed))
-        generator = torch.Generator().manual_seed(int(seeds[-1]))
-        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
+    def draw(self, generator: torch.Generator) -> None:
+        """Gaussian rotations."""
+        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator, device="cpu"))
 
     @torch.no_grad()
     def forward(self, x: Float[Tensor, "B H N D"], most: Int[Tensor, "B"]) -> Int[Tensor, "rounds B H N"]:
         """Buckets below `self.buckets`, of which a row of the batch uses no more than `most`, 1 or an even number."""
-        width, columns = x.shape[3], self.rotations.shape[2]
-        if width > self.rotations.shape[0]:
-            raise UserError(
-                f"lsh: made for heads of width {self.rotations.shape[0]} at most, got {width}; raise d_head"
-            )
         with torch.autocast(x.device.type, enabled=False):
-            products = x @ self.rotations[:width].to(x.dtype).flatten(1)
-        products = products.unflatten(3, (self.rounds, columns))
+            products = x @ self.rotations.to(x.dtype).flatten(1)
+        products = products.unflatten(3, (self.rounds, self.rotations.shape[2]))
         bucket = torch.zeros(products.shape[:4], dtype=torch.long, device=x.device)
         for size, part in zip(self.factors, products.split([n // 2 for n in self.factors], -1), strict=True):
             used = (most // 2 * 2).clamp(1, size)
@@ -108,7 +100,7 @@ class Hash(nn.Module):
         bucket, start = 0, 0
         for size in self.factors:
             used = min(max(most // 2 * 2, 1), size)
-            rotation = self.rotations[: len(x), r, start : start + used // 2].to(x)
+            rotation = self.rotations[:, r, start : start + used // 2].to(x)
             found = 0 if used == 1 else int(torch.cat((x @ rotation, -(x @ rotation))).argmax())
             bucket, start, most = bucket * size + found, start + size // 2, most // used
         return bucket
@@ -139,20 +131,9 @@ class LSHAttention(Attention):
     Source: Kitaev et al., 2020, section 2. Time O(rounds N chunk D), memory O(rounds N).
     """
 
-    traits = Traits(
-        causal="value",
-        cross=False,
-        step=False,
-        normalised=True,
-        key_padding=True,
-        dropout=False,
-        needs=frozenset({"query"}),
-        shared_qk=True,
-        memory=1.0,
-    )
-
     def __init__(self, hashing: Hash, chunk: int, *, across: bool = False):
         super().__init__()
+        self.traits = _traits(hashing, "value", step=False)
         self.hashing, self.chunk, self.across = hashing, chunk, across
 
     def redraw(self) -> None:
@@ -193,20 +174,9 @@ class StrictLSHAttention(Attention):
     length, and a step costs O(rounds window D).
     """
 
-    traits = Traits(
-        causal="strict",
-        cross=False,
-        step=True,
-        normalised=True,
-        key_padding=True,
-        dropout=False,
-        needs=frozenset({"query"}),
-        shared_qk=True,
-        memory=1.0,
-    )
-
     def __init__(self, hashing: Hash, window: int):
         super().__init__()
+        self.traits = _traits(hashing, "strict", step=True)
         self.hashing, self.window = hashing, window
 
     def redraw(self) -> None:
@@ -243,6 +213,22 @@ class StrictLSHAttention(Attention):
 
     def _buckets(self, x: Float[Tensor, "B H N D"]) -> Int[Tensor, "rounds B H N"]:
         return self.hashing(x, torch.full(x.shape[:1], self.hashing.buckets, device=x.device))
+
+
+def _traits(hashing: Hash, causal: Literal["strict", "value"], *, step: bool) -> Traits:
+    return Traits(
+        causal=causal,
+        not_strict="" if step else "who shares a chunk depends on later tokens; with strict = true it can",
+        cross=False,
+        step=step,
+        normalised=True,
+        key_padding=True,
+        dropout=False,
+        needs=frozenset({"query"}),
+        shared_qk=True,
+        d_head=hashing.rotations.shape[0],
+        memory=1.0,
+    )
 
 
 def _banded(

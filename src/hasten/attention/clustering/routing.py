@@ -17,14 +17,15 @@ from hasten.attention.clustering.clusters import Clusters
 from hasten.attention.clustering.gathered import TileOperator, widened
 from hasten.attention.clustering.rings import Members, RingStep
 from hasten.attention.masks import Mask, silence
+from hasten.attention.mechanism import MechanismSpec
 from hasten.errors import UserError
-from hasten.fields import NonNegativeFloat, PositiveInt, Seed, Share, Spec
+from hasten.fields import NonNegativeFloat, PositiveInt, Seed, Share
 
 _WINDOW = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingSpec(Spec):
+class RoutingSpec(MechanismSpec):
     """Clustered attention (Routing Transformer): a token reads the members of its clusters."""
 
     kind: Literal["routing"] = "routing"
@@ -41,19 +42,19 @@ class RoutingSpec(Spec):
     """Share of a centroid that stays in an update."""
     commitment: NonNegativeFloat = 1e-4
     """Weight of the loss that draws tokens to their centroids in training; 0: none."""
-    n_heads: PositiveInt = 16
-    """Largest number of heads."""
-    d_head: PositiveInt = 128
-    """Largest width of a head."""
+    n_heads: PositiveInt | None = None
+    """Attention heads, each with centroids of its own; a model sets it."""
+    d_head: PositiveInt | None = None
+    """Width of the heads; a model sets it."""
     seed: Seed = 0
-    """The first centroids follow from it."""
+    """Draws the first centroids; each layer of a model has draws of its own."""
 
     def build(self) -> "RoutingAttention | StrictRoutingAttention":
         """The mechanism this spec describes."""
         centroids = Centroids(
-            self.n_heads,
+            self.size("n_heads"),
             self.clusters,
-            self.d_head,
+            self.size("d_head"),
             decay=self.decay,
             commitment=self.commitment,
             seed=self.seed,
@@ -75,7 +76,7 @@ class RoutingAttention(Attention):
     it stands, nor has the number of pads a say in the window.
     Causal only in the values: a later token can push an earlier one out of a cluster. It does not decode;
     `StrictRoutingAttention` does.
-    Training: tokens are collected for the centroids, which `update` moves; call it once per step of the optimiser.
+    Training: tokens are collected for the centroids, which `after_update(model)` moves once per step of the optimiser.
     The operator's losses hold the mean of |x / sqrt(D) - its nearest centroid|^2 over queries and keys of their own.
     Source: Roy et al., 2021, section 4. What becomes of tokens of no cluster and of several is decided here.
     Time O(N (clusters + window) D), memory O(N clusters).
@@ -85,6 +86,7 @@ class RoutingAttention(Attention):
         super().__init__()
         self.traits = Traits(
             causal="value",
+            not_strict="who is in a cluster depends on later tokens; with strict = true it can",
             cross=False,
             step=False,
             normalised=True,
@@ -92,13 +94,11 @@ class RoutingAttention(Attention):
             dropout=False,
             needs=frozenset({"query"} if shared_qk else {"query", "key"}),
             shared_qk=shared_qk,
+            n_heads=centroids.vectors.shape[0],
+            d_head=centroids.vectors.shape[2],
             memory=1.0,
         )
         self.centroids, self.window = centroids, window
-
-    def update(self) -> None:
-        """Move the centroids to the means of the tokens that were seen in training since the last call."""
-        self.centroids.update()
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
         """Cluster by cluster."""
@@ -175,25 +175,22 @@ class StrictRoutingAttention(Attention):
     each cluster, a ring of window - 1 keys and values, whatever the length; a step costs O((clusters + window) D).
     """
 
-    traits = Traits(
-        causal="strict",
-        cross=False,
-        step=True,
-        normalised=True,
-        key_padding=True,
-        dropout=False,
-        needs=frozenset({"query"}),
-        shared_qk=True,
-        memory=1.0,
-    )
-
     def __init__(self, centroids: Centroids, window: int):
         super().__init__()
+        self.traits = Traits(
+            causal="strict",
+            cross=False,
+            step=True,
+            normalised=True,
+            key_padding=True,
+            dropout=False,
+            needs=frozenset({"query"}),
+            shared_qk=True,
+            n_heads=centroids.vectors.shape[0],
+            d_head=centroids.vectors.shape[2],
+            memory=1.0,
+        )
         self.centroids, self.window = centroids, window
-
-    def update(self) -> None:
-        """Move the centroids to the means of the tokens that were seen in training since the last call."""
-        self.centroids.update()
 
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
         """Sorted by cluster, a band in each."""

@@ -14,12 +14,13 @@ from hasten.attention.base import Attention, Operator, State, StepOperator, Trai
 from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, n_blocks, unblocked, weigh, wide
 from hasten.attention.full import FullOperator
 from hasten.attention.masks import Mask
+from hasten.attention.mechanism import MechanismSpec
 from hasten.errors import UserError
-from hasten.fields import PositiveInt, Spec
+from hasten.fields import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedSpec(Spec):
+class CompressedSpec(MechanismSpec):
     """Memory-compressed attention: every query reads groups of tokens, each pooled into one key and one value."""
 
     kind: Literal["compressed"] = "compressed"
@@ -32,10 +33,14 @@ class CompressedSpec(Spec):
     """How values are pooled: by any learnt weights, or by learnt weights that are positive and sum to 1."""
     local: PositiveInt | None = None
     """Read besides, uncompressed, the own block of this many tokens; by default none."""
+    per_head: bool = False
+    """Learn a convolution for each head, instead of one for all."""
+    over_channels: bool = False
+    """Convolve keys over all channels of a head as well, not only over time."""
     n_heads: PositiveInt | None = None
-    """Learn a convolution for each of so many heads; by default one for all heads."""
+    """Attention heads, read with `per_head`; a model sets it."""
     d_head: PositiveInt | None = None
-    """Head width: keys are convolved over all channels; by default only over time."""
+    """Width of the heads, read with `over_channels`; a model sets it."""
 
     def build(self) -> "CompressedAttention | CompressedLocalAttention":
         """The mechanism this spec describes; `UserError` where groups would leave tokens out."""
@@ -45,7 +50,9 @@ class CompressedSpec(Spec):
                 f"compressed attention: with kernel {kernel} below stride {self.stride} some tokens would be read by "
                 "nobody; give a kernel of at least the stride"
             )
-        compressor = Compressor(kernel, self.stride, self.n_heads, self.d_head, self.values == "average")
+        n_heads = self.size("n_heads") if self.per_head else None
+        d_head = self.size("d_head") if self.over_channels else None
+        compressor = Compressor(kernel, self.stride, n_heads, d_head, self.values == "average")
         if self.local is None:
             return CompressedAttention(compressor)
         return CompressedLocalAttention(compressor, self.local)
@@ -68,11 +75,6 @@ class Compressor(nn.Module):
         self.value_weight = nn.Parameter(torch.zeros_like(taps) if average else taps.clone())
         self._convolve = _over_time if d_head is None else _over_channels
         self._shares = _average if average else _convolution
-
-    def check(self, q: Tensor) -> None:
-        """Refuse heads of a width that the convolution of keys was not made for."""
-        if self.d_head is not None and q.shape[-1] != self.d_head:
-            raise UserError(f"compressed attention was made with d_head = {self.d_head}, got heads of {q.shape[-1]}")
 
     def n_groups(self, length: int) -> int:
         """Groups that hold a token, of so many."""
@@ -125,7 +127,7 @@ class CompressedAttention(Attention):
     Values are pooled by one kernel over time a head rather than over channels as in the paper: what the paper's
     mixes across channels, the projections around do. Cost O(T S / stride). Decoding keeps S / stride keys and values.
     Not offered: dropout of weights, since a weight here is that of a group.
-    Errors: `UserError` for heads of another width than d_head. Source: Liu et al., 2018, section 4.2.3.
+    Source: Liu et al., 2018, section 4.2.3.
     """
 
     def __init__(self, compressor: Compressor):
@@ -135,7 +137,6 @@ class CompressedAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "CompressedOperator":
         """The softmax map over groups; its weights are not formed unless asked for."""
         self.check(q, k, mask)
-        self.compressor.check(q)
         packing, n_keys = Packing(mask.keys, k.shape[2], k.device), k.shape[2]
         with torch.autocast(q.device.type, enabled=False):
             far = self.compressor.keys(packing.pack(wide(k)), self.compressor.n_groups(n_keys))
@@ -152,7 +153,6 @@ class CompressedAttention(Attention):
         self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
     ) -> tuple["CompressedStep", "Groups"]:
         """Complete groups are kept compressed, the tokens of the others as they are."""
-        self.compressor.check(q)
         with torch.autocast(q.device.type, enabled=False):
             keys, _ = _grow(self.compressor, 1, keys, wide(k), self.compressor.keys)
         mask = Mask(allowed=_complete(self.compressor, keys, q.shape[2])[None, None])
@@ -175,7 +175,6 @@ class CompressedLocalAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "CompressedOperator":
         """The softmax map over groups and own blocks; its weights are not formed unless asked for."""
         self.check(q, k, mask)
-        self.compressor.check(q)
         packing, size, length = Packing(mask.keys, k.shape[2], k.device), self.local, k.shape[2]
         with torch.autocast(q.device.type, enabled=False):
             packed, queries = packing.pack(wide(k)), blocks(packing.rank(wide(q)), size)
@@ -200,7 +199,6 @@ class CompressedLocalAttention(Attention):
         self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
     ) -> tuple["CompressedStep", "Groups"]:
         """Kept besides the groups: the tokens of the block that is not complete."""
-        self.compressor.check(q)
         with torch.autocast(q.device.type, enabled=False):
             keys, near = _grow(self.compressor, self.local, keys, wide(k), self.compressor.keys)
         places = torch.arange(near.shape[2], device=q.device)  # from the beginning of a block
@@ -223,6 +221,7 @@ def _traits(compressor: Compressor, elsewhere: bool) -> Traits:
         key_padding=True,
         dropout=False,
         n_heads=compressor.n_heads,
+        d_head=compressor.d_head,
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,12 +14,12 @@ from hasten.attention.base import Attention, Operator, Traits
 from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, wide
 from hasten.attention.full import FullOperator
 from hasten.attention.masks import Mask
-from hasten.errors import UserError
-from hasten.fields import PositiveInt, Spec
+from hasten.attention.mechanism import MechanismSpec
+from hasten.fields import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinformerSpec(Spec):
+class LinformerSpec(MechanismSpec):
     """Linformer: every query reads a fixed number of mixtures of all keys; for sequences up to a fixed length."""
 
     kind: Literal["linformer"] = "linformer"
@@ -32,27 +33,25 @@ class LinformerSpec(Spec):
     sharing: Literal["none", "headwise", "key-value", "layerwise"] = "headwise"
     """What shares a projection: nothing; all heads; heads, keys and values; and all layers made by `build_layers`."""
     n_heads: PositiveInt | None = None
-    """The number of heads, where each has projections of its own; by default any."""
+    """Attention heads, where each has projections of its own; a model sets it."""
 
     def build(self) -> "LinformerAttention":
-        """One layer's mechanism, with a projection of its own; `UserError` where the number of heads is missing."""
-        return LinformerAttention(self._project(), self.max_length, self.n_heads)
+        """One layer's mechanism, with a projection of its own."""
+        return LinformerAttention(self._project(), self.max_length)
 
-    def build_layers(self, n_layers: int) -> list["LinformerAttention"]:
+    def build_layers(self, n_layers: int) -> Sequence[Attention]:
         """Mechanisms of several layers, which hold one and the same projection where sharing is layerwise."""
         if self.sharing != "layerwise":
-            return [self.build() for _ in range(n_layers)]
+            return super().build_layers(n_layers)
         projection = self._project()
-        return [LinformerAttention(projection, self.max_length, self.n_heads) for _ in range(n_layers)]
+        return [LinformerAttention(projection, self.max_length) for _ in range(n_layers)]
 
     def _project(self) -> "Projection":
         heads, segment = 1, (self.max_length + self.rank - 1) // self.rank
         if self.projection == "mean":
             return MeanProjection(segment)
         if self.sharing == "none":
-            if self.n_heads is None:
-                raise UserError("linformer attention: sharing is none and n_heads missing; give the number of heads")
-            heads = self.n_heads
+            heads = self.size("n_heads")
         once = self.sharing in ("key-value", "layerwise")
         if self.projection == "convolution":
             return ConvolutionProjection(segment, heads, once)
@@ -66,6 +65,7 @@ class Projection(nn.Module, ABC):
     """A linear map along time for keys and one for values, for sequences of any length up to a limit."""
 
     normalised: bool
+    n_heads: int | None = None  # where each head has maps of its own
 
     @abstractmethod
     def mix(self, x: Float[Tensor, "B H S D"], count: Int[Tensor, "#B"], role: Role) -> Float[Tensor, "B H rows D"]:
@@ -90,6 +90,7 @@ class LearntProjection(Projection):
 
     def __init__(self, rank: int, max_length: int, heads: int, once: bool):
         super().__init__()
+        self.n_heads = heads if heads > 1 else None
         matrices = (torch.randn(heads, rank, max_length) / math.sqrt(rank) for _ in range(1 if once else 2))
         self.matrices = nn.ParameterList(matrices)
 
@@ -140,6 +141,7 @@ class ConvolutionProjection(Projection):
 
     def __init__(self, segment: int, heads: int, once: bool):
         super().__init__()
+        self.n_heads = heads if heads > 1 else None
         kernels = (torch.full((heads, segment), 1 / segment) for _ in range(1 if once else 2))
         self.segment, self.kernels = segment, nn.ParameterList(kernels)
 
@@ -173,18 +175,19 @@ class LinformerAttention(Attention):
     a state dict then lists it under each layer's name. Source: Wang et al., 2020, section 4.
     """
 
-    def __init__(self, projection: Projection, max_length: int, n_heads: int | None = None):
+    def __init__(self, projection: Projection, max_length: int):
         super().__init__()
         self.projection = projection
         self.traits = Traits(
             causal=None,
+            not_strict="its projections mix the whole sequence, what comes later too",
             cross=True,
             step=False,
             normalised=projection.normalised,
             key_padding=True,
             dropout=False,
             max_length=max_length,
-            n_heads=n_heads,
+            n_heads=projection.n_heads,
             memory=1.0,
         )
 

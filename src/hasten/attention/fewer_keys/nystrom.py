@@ -13,12 +13,13 @@ from hasten.attention.base import Attention, Operator, Traits
 from hasten.attention.fewer_keys.blocks import Packing, identity, n_blocks, unblocked, weigh, wide
 from hasten.attention.full import FullOperator
 from hasten.attention.masks import Mask, silence
+from hasten.attention.mechanism import MechanismSpec
 from hasten.errors import UserError
-from hasten.fields import PositiveInt, Spec
+from hasten.fields import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class NystromSpec(Spec):
+class NystromSpec(MechanismSpec):
     """Nystrom attention: all queries read all keys through a few landmarks, in time linear in the length."""
 
     kind: Literal["nystrom"] = "nystrom"
@@ -30,26 +31,24 @@ class NystromSpec(Spec):
     residual: PositiveInt | None = None
     """Add a convolution of the values over so many tokens (an odd number; the paper's code has 33); by default none."""
     n_heads: PositiveInt | None = None
-    """Learn a kernel of that convolution for each of so many heads; by default one for all heads."""
+    """Attention heads, each with a kernel of its own; a model sets it."""
 
     def build(self) -> "NystromAttention":
-        """The mechanism this spec describes; `UserError` for a kernel without a middle, or heads without a kernel."""
+        """The mechanism this spec describes; `UserError` for a kernel without a middle."""
         if self.residual is None:
-            if self.n_heads is not None:
-                raise UserError("nystrom attention: n_heads is of use only with residual; give both or none")
             return NystromAttention(self.landmarks, self.iterations, None)
         if self.residual % 2 == 0:
             raise UserError(f"nystrom attention: residual {self.residual} is even; give an odd number of tokens")
-        return NystromAttention(self.landmarks, self.iterations, TimeConvolution(self.residual, self.n_heads))
+        return NystromAttention(self.landmarks, self.iterations, TimeConvolution(self.residual, self.size("n_heads")))
 
 
 class TimeConvolution(nn.Module):
     """sum_t w_t v[i + t - kernel // 2], with one kernel w a head for all channels and zeros beyond the ends."""
 
-    def __init__(self, kernel: int, n_heads: int | None):
+    def __init__(self, kernel: int, n_heads: int):
         super().__init__()
         self.n_heads = n_heads
-        self.weight = nn.Parameter(torch.empty(n_heads or 1, kernel).uniform_(-1, 1) / math.sqrt(kernel))
+        self.weight = nn.Parameter(torch.empty(n_heads, kernel).uniform_(-1, 1) / math.sqrt(kernel))
 
     def forward(self, v: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
         """Convolve along time: tiles of outputs are a band matrix times what they read.
@@ -95,6 +94,7 @@ class NystromAttention(Attention):
         self.landmarks, self.iterations, self.residual = landmarks, iterations, residual
         self.traits = Traits(
             causal=None,
+            not_strict="its landmarks mix the whole sequence, what comes later too",
             cross=False,
             step=False,
             normalised=False,

@@ -15,15 +15,15 @@ from hasten.attention.base import Attention, Operator, State, StepOperator, Trai
 from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, unblocked, weigh, wide
 from hasten.attention.fewer_keys.sinkhorn_sorting import ABSENT, MeanProducts, Sorting, SortNet, SortNetwork
 from hasten.attention.masks import Mask
-from hasten.errors import UserError
-from hasten.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Seed, Spec
+from hasten.attention.mechanism import MechanismSpec
+from hasten.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
 
 LEAST = 1e-30
 """Sorted places of less mass than this are not read: divisions by it must stay finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkhornSpec(Spec):
+class SinkhornSpec(MechanismSpec):
     """Sinkhorn attention: every query reads its own block of keys and one mixture of blocks, chosen by sorting."""
 
     kind: Literal["sinkhorn"] = "sinkhorn"
@@ -41,16 +41,16 @@ class SinkhornSpec(Spec):
     noise: NonNegativeFloat = 1.0
     """Scale of the Gumbel noise on the logits in training."""
     seed: Seed = 0
-    """The noise follows from it."""
+    """Draws the noise; each layer of a model has draws of its own."""
     max_blocks: PositiveInt | None = None
-    """Sort at most so many blocks by a learnt network (needs n_heads and d_head); by default by products of means."""
+    """Sort at most so many blocks by a learnt network; by default any number, by products of means."""
     n_heads: PositiveInt | None = None
-    """The number of heads, for the learnt network; by default any."""
+    """Attention heads, for the learnt network; a model sets it."""
     d_head: PositiveInt | None = None
-    """The width of heads, for the learnt network; by default any."""
+    """Width of the heads, for the learnt network; a model sets it."""
 
     def build(self) -> "SinkhornAttention | SortCutAttention":
-        """The mechanism this spec describes; `UserError` where the learnt network has not all of its sizes."""
+        """The mechanism this spec describes."""
         sorting = Sorting(
             self._sort(),
             block=self.block,
@@ -63,15 +63,9 @@ class SinkhornSpec(Spec):
         return SinkhornAttention(sorting) if self.cut is None else SortCutAttention(sorting, self.cut)
 
     def _sort(self) -> SortNet:
-        if self.max_blocks is not None and self.n_heads is not None and self.d_head is not None:
-            return SortNetwork(self.n_heads, self.d_head, self.max_blocks)
-        sizes = self.max_blocks, self.n_heads, self.d_head
-        if sizes != (None, None, None):
-            raise UserError(
-                f"sinkhorn attention: max_blocks, n_heads and d_head are {sizes}; a learnt network needs all three, "
-                "sorting by means none"
-            )
-        return MeanProducts()
+        if self.max_blocks is None:
+            return MeanProducts()
+        return SortNetwork(self.size("n_heads"), self.size("d_head"), self.max_blocks)
 
 
 class Mixing:
@@ -104,7 +98,7 @@ class SinkhornAttention(Attention):
     log m added to its score: a place without any is not read, and rows sum to 1. The first block of a causal sequence
     reads itself only. Cost O(S block + (S / block)^2 block). Decoding keeps all keys and reads 2 block of them; once a
     block it mixes all. Not offered: dropout of weights, since a key is read along two ways.
-    In training each call draws noise anew (`Sorting.draws` counts), so recomputing a layer's activations does too.
+    In training noise is added to the logits, the same until `after_update(model)` moves on (`Sorting.draws` counts).
     Source: Tay et al., 2020, sections 3 and 4. Their mixture with full attention is not offered.
     """
 
@@ -190,6 +184,7 @@ def _traits(sorting: Sorting, causal: Literal["strict"] | None) -> Traits:
     max_blocks = sorting.sort.max_blocks
     return Traits(
         causal=causal,
+        not_strict="" if causal else "with cut, sorted blocks mix the whole sequence; without cut it can",
         cross=False,
         step=causal is not None,
         normalised=True,
@@ -197,6 +192,7 @@ def _traits(sorting: Sorting, causal: Literal["strict"] | None) -> Traits:
         dropout=False,
         max_length=None if max_blocks is None else max_blocks * sorting.block,
         n_heads=sorting.sort.n_heads,
+        d_head=sorting.sort.d_head,
     )
 
 

@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from hasten.attention.adapting import Adapting
 from hasten.attention.fewer_keys.blocks import weigh
-from hasten.errors import UserError
 
 ABSENT = -1e30
 """Logit of what is not there: exp of it is 0, and differences of two are finite."""
 
 
 class SortNet(nn.Module, ABC):
-    """What makes logits of the summaries of blocks of queries and of keys; None: for any number of heads or blocks."""
+    """What makes logits of the summaries of blocks of queries and of keys; None: for any heads or number of blocks."""
 
     n_heads: int | None
+    d_head: int | None
     max_blocks: int | None
 
     @abstractmethod
@@ -29,7 +30,7 @@ class SortNet(nn.Module, ABC):
 class MeanProducts(SortNet):
     """q k^T / sqrt(D): no parameters."""
 
-    n_heads, max_blocks = None, None
+    n_heads, d_head, max_blocks = None, None, None
 
     def forward(self, q: Float[Tensor, "B H u D"], k: Float[Tensor, "B H w D"]) -> Float[Tensor, "B H u w"]:
         """Products of all pairs."""
@@ -41,14 +42,12 @@ class SortNetwork(SortNet):
 
     def __init__(self, n_heads: int, d_head: int, max_blocks: int):
         super().__init__()
-        self.n_heads, self.max_blocks = n_heads, max_blocks
+        self.n_heads, self.d_head, self.max_blocks = n_heads, d_head, max_blocks
         self.hidden = nn.Parameter(torch.randn(n_heads, d_head, d_head) / math.sqrt(d_head))
         self.blocks = nn.Parameter(torch.randn(n_heads, d_head, max_blocks) / math.sqrt(d_head))
 
     def forward(self, q: Float[Tensor, "B H u D"], k: Float[Tensor, "B H w D"]) -> Float[Tensor, "B H u w"]:
         """As many columns as there are blocks."""
-        if q.shape[-1] != self.hidden.shape[1]:
-            raise UserError(f"sinkhorn attention was made with d_head = {self.hidden.shape[1]}, got {q.shape[-1]}")
         logits = (q @ self.hidden.to(q.dtype)).relu() @ self.blocks.to(q.dtype)
         return F.pad(logits, (0, k.shape[2] - logits.shape[3]))
 
@@ -75,13 +74,15 @@ def sinkhorn(
     return weigh(logits + g[..., None, :], pairs)
 
 
-class Sorting(nn.Module):
+class Sorting(Adapting):
     """The soft permutation of blocks: rows u are the sorted places, columns w the blocks.
 
     Logits are divided by tau after the noise is added. Causally a row is a softmax over earlier blocks only: columns
     cannot be normalised without a look at later rows, and what is normalised both ways and triangular is the identity.
+    The noise is a function of (seed, draws), where `draws` counts updates of the weights.
     """
 
+    seed: Tensor
     draws: Tensor
 
     def __init__(
@@ -89,8 +90,14 @@ class Sorting(nn.Module):
     ):
         super().__init__()
         self.sort, self.block, self.tau, self.iterations, self.tolerance = sort, block, tau, iterations, tolerance
-        self.noise, self.seed = noise, seed
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        self.noise = noise
+        self.register_buffer("seed", torch.tensor(seed))
+        self.register_buffer("draws", torch.tensor(0))
+
+    def after_update(self) -> None:
+        """New noise."""
+        if self.training and self.noise:
+            self.draws += 1
 
     def balanced(self, q: Tensor, k: Tensor, count: Int[Tensor, "#B"]) -> Float[Tensor, "B H n n"]:
         """From blocks (B, H, n, size, D) of the first `count` tokens, summarised by their means."""
@@ -112,18 +119,17 @@ class Sorting(nn.Module):
         """Logits of the summaries, with noise in training."""
         logits = self.sort(q, k)
         if self.training and self.noise:
-            self.draws += 1
             logits = logits + self.noise * gumbel(logits, self.seed, self.draws)
         return logits / self.tau
 
 
-def gumbel(like: Tensor, seed: int, draw: Int[Tensor, ""]) -> Tensor:
+def gumbel(like: Tensor, seed: Int[Tensor, ""], draw: Int[Tensor, ""]) -> Tensor:
     """Gumbel noise of the shape of `like`, which is a function of seed and number of the draw on any device.
 
     A hash (the mixing function of splitmix64, Steele et al., 2014) in place of a generator, which cannot be traced.
     """
     places = torch.arange(like.numel(), device=like.device).view(like.shape)
-    bits = _mix(places + _mix(draw + _mix(torch.full_like(draw, seed))))
+    bits = _mix(places + _mix(draw + _mix(seed)))
     uniform = ((bits >> 12 & (1 << 52) - 1).double() + 0.5) / (1 << 52)
     return -(-uniform.log()).log().to(like.dtype)
 

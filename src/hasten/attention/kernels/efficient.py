@@ -21,11 +21,11 @@ from hasten.attention.kernels.kernel import (
 from hasten.attention.kernels.prefix_sums import LOWEST
 from hasten.attention.kernels.traced_sums import causal_sums
 from hasten.attention.masks import Mask, silence
-from hasten.fields import Spec
+from hasten.attention.mechanism import MechanismSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class EfficientSpec(Spec):
+class EfficientSpec(MechanismSpec):
     """Efficient attention: queries choose among features, each of which is an average over positions."""
 
     kind: Literal["efficient"] = "efficient"

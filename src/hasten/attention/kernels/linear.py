@@ -22,11 +22,11 @@ from hasten.attention.kernels.kernel import (
 )
 from hasten.attention.kernels.traced_sums import causal_sums
 from hasten.attention.masks import Mask, silence
-from hasten.fields import Spec
+from hasten.attention.mechanism import MechanismSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSpec(Spec):
+class LinearSpec(MechanismSpec):
     """Linear attention: weights are products of positive features of query and key."""
 
     kind: Literal["linear"] = "linear"

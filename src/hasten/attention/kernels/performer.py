@@ -26,27 +26,28 @@ from hasten.attention.kernels.kernel import (
 from hasten.attention.kernels.prefix_sums import LOWEST
 from hasten.attention.kernels.traced_sums import Sums, causal_sums
 from hasten.attention.masks import Mask, silence
-from hasten.fields import NonNegativeInt, PositiveInt, Seed, Spec
+from hasten.attention.mechanism import MechanismSpec
+from hasten.fields import NonNegativeInt, PositiveInt, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerSpec(Spec):
+class PerformerSpec(MechanismSpec):
     """FAVOR+: softmax attention estimated in linear time by positive random features."""
 
     kind: Literal["performer"] = "performer"
     """The mechanism's name."""
     features: PositiveInt = 256
     """Random directions; the error of the estimated kernel falls with their square root."""
-    d_head: PositiveInt = 64
-    """Width of the heads. Narrower ones count as padded with zeros; give the true width for the lowest error."""
+    d_head: PositiveInt | None = None
+    """Width of the heads; a model sets it."""
     regularised: bool = False
     """Directions of equal length: a little bias for less variance."""
     symmetric: bool = False
     """Each direction and its opposite: twice the features, less variance (hyperbolic cosine)."""
     redraw_every: NonNegativeInt = 0
-    """Draw new directions at every such call of `advance` in training; 0: never."""
+    """Draw new directions after every so many updates in training; 0: never."""
     seed: Seed = 0
-    """Draws the directions; layers of the same seed have the same."""
+    """Draws the directions; each layer of a model has draws of its own."""
 
     def build(self) -> "PerformerAttention":
         """The mechanism this spec describes."""
@@ -68,29 +69,29 @@ class PerformerAttention(Attention):
     Cost: (T + S) m (D + Dv) multiplications and (T + S) m exponentials; causal, chunks of 128 keys add about
     64 (m + Dv) T multiplications and about as many exponentials again. Decoding keeps m (Dv + 1) numbers a head.
     Randomness: the directions are drawn when built, from `seed`, and again by `redraw()` only, or on a schedule that
-    `directions.advance(model)` counts in training. A forward pass never draws.
-    Errors: `UserError` for heads wider than d_head.
+    `after_update(model)` counts in training. A forward pass never draws.
     Source: Choromanski et al., 2021, "Rethinking Attention with Performers", sections 2.3 and 2.4.
     Does not: drop weights, which are never formed; take patterns. The ReLU variant is `LinearSpec(feature="relu")`.
     """
 
-    traits = Traits(
-        causal="strict",
-        cross=True,
-        step=True,
-        normalised=True,
-        key_padding=True,
-        dropout=False,
-        suffix=True,
-        memory=1.0,
-    )
-
     def __init__(self, spec: PerformerSpec):
         super().__init__()
+        d_head = spec.size("d_head")
+        self.traits = Traits(
+            causal="strict",
+            cross=True,
+            step=True,
+            normalised=True,
+            key_padding=True,
+            dropout=False,
+            suffix=True,
+            d_head=d_head,
+            memory=1.0,
+        )
         self.signs = (1, -1) if spec.symmetric else (1,)
         self.directions = Directions(
             spec.features,
-            spec.d_head,
+            d_head,
             seed=spec.seed,
             orthogonal=True,
             regularised=spec.regularised,
@@ -125,7 +126,7 @@ class PerformerAttention(Attention):
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition: the matrix of products of features, masked, divided by its row sums."""
-        rows = self.directions.of_width(q.shape[-1]).double()
+        rows = self.directions.rows.double()
         rows = torch.cat((rows, -rows)) if len(self.signs) > 1 else rows
         features = []
         for x in (q, silence(k, mask.keys)):

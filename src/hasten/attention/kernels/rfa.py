@@ -24,32 +24,33 @@ from hasten.attention.kernels.kernel import (
 )
 from hasten.attention.kernels.traced_sums import Sums, causal_sums
 from hasten.attention.masks import Mask, silence
-from hasten.fields import NonNegativeInt, PositiveFloat, PositiveInt, Seed, Spec
+from hasten.attention.mechanism import MechanismSpec
+from hasten.fields import NonNegativeInt, PositiveFloat, PositiveInt, Seed
 
 # The least that an average weight counts for in a denominator. Estimates of the kernel err by about 1 / sqrt(features).
 FLOOR = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class RFASpec(Spec):
+class RFASpec(MechanismSpec):
     """Random feature attention: directions of query and key are compared by a Gaussian kernel, in linear time."""
 
     kind: Literal["rfa"] = "rfa"
     """The mechanism's name."""
     features: PositiveInt = 64
     """Random waves, a sine and a cosine each; the error of the estimated kernel falls with their square root."""
-    d_head: PositiveInt = 64
-    """Width of the heads; narrower ones are possible."""
+    d_head: PositiveInt | None = None
+    """Width of the heads; a model sets it."""
     sigma: PositiveFloat = 1.0
     """Sharpness of the kernel at the start, exp(-sigma^2 |x - y|^2 / 2); learnt, for every entry of a head."""
     gate: bool = False
     """Let the past fade by a learnt gate; for causal self-attention."""
-    n_heads: PositiveInt = 8
-    """Attention heads (read by the gate only)."""
+    n_heads: PositiveInt | None = None
+    """Attention heads, each with a gate of its own; a model sets it."""
     redraw_every: NonNegativeInt = 0
-    """Draw new waves at every such call of `advance` in training; 0: never."""
+    """Draw new waves after every so many updates in training; 0: never."""
     seed: Seed = 0
-    """Draws the waves; layers of the same seed have the same."""
+    """Draws the waves; each layer of a model has draws of its own."""
 
     def build(self) -> "RandomFeatureAttention":
         """The mechanism this spec describes."""
@@ -73,14 +74,14 @@ class RandomFeatureAttention(Attention):
     Cost: (T + S) m (D + 2 Dv) multiplications; causal, chunks of 64 keys add 64 (2 m + Dv) T. Decoding keeps
     2 m (Dv + 1) numbers a head.
     Randomness: the waves are drawn when built, from `seed`, and again by `redraw()` only, or on a schedule that
-    `directions.advance(model)` counts in training. A forward pass never draws.
-    Errors: `UserError` for heads wider than d_head, and with a gate for another number of heads.
+    `after_update(model)` counts in training. A forward pass never draws.
     Source: Peng et al., 2021, "Random Feature Attention", section 3.
     Does not: drop weights, which are never formed; take patterns.
     """
 
     def __init__(self, spec: RFASpec):
         super().__init__()
+        d_head = spec.size("d_head")
         self.traits = Traits(
             causal="strict",
             cross=True,
@@ -89,14 +90,15 @@ class RandomFeatureAttention(Attention):
             key_padding=True,
             dropout=False,
             suffix=True,
-            n_heads=spec.n_heads if spec.gate else None,
+            n_heads=spec.size("n_heads") if spec.gate else None,
+            d_head=d_head,
             memory=1.0,
         )
-        self.sigma = Parameter(torch.full((spec.d_head,), float(spec.sigma)))
+        self.sigma = Parameter(torch.full((d_head,), float(spec.sigma)))
         self.directions = Directions(
-            spec.features, spec.d_head, seed=spec.seed, orthogonal=False, redraw_every=spec.redraw_every
+            spec.features, d_head, seed=spec.seed, orthogonal=False, redraw_every=spec.redraw_every
         )
-        self.past = Fading(spec.n_heads, spec.d_head) if spec.gate else Lasting()
+        self.past = Fading(spec.size("n_heads"), d_head) if spec.gate else Lasting()
 
     def redraw(self) -> None:
         """Draw all waves anew."""
@@ -114,8 +116,8 @@ class RandomFeatureAttention(Attention):
 
     def features(self, x: Float[Tensor, "B H n D"]) -> Float[Tensor, "B H n M"]:
         """phi(x), of twice as many entries as there are waves."""
-        width, x = x.shape[-1], x.to(wide(x))
-        rows = self.directions.of_width(width).to(x.dtype) * self.sigma[:width].to(x.dtype)
+        x = x.to(wide(x))
+        rows = self.directions.rows.to(x.dtype) * self.sigma.to(x.dtype)
         waves = F.normalize(x, dim=-1) @ rows.T
         return torch.cat((waves.sin(), waves.cos()), dim=-1) / math.sqrt(waves.shape[-1])
 
@@ -123,7 +125,7 @@ class RandomFeatureAttention(Attention):
         """The definition: means of cosines, the gates one position after another, the floor."""
         keys, n_queries, n_keys = mask.keys, q.shape[2], k.shape[2]
         dtype, q, k = q.dtype, q.double(), silence(k, keys).double()
-        rows = self.directions.of_width(q.shape[-1]).double() * self.sigma[: q.shape[-1]].double()
+        rows = self.directions.rows.double() * self.sigma.double()
         x, y = (F.normalize(z, dim=-1) for z in (q, k))
         kernel = ((x[:, :, :, None] - y[:, :, None]) @ rows.T).cos().mean(-1)
         coefficients = self.past.coefficients(k, keys)
@@ -198,7 +200,7 @@ class Fading(nn.Module):
     def logs(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Tensor, Tensor]:
         """log g and log(1 - g), (B, H, S, 1); padded keys let everything pass."""
         raw = raw.to(wide(raw))
-        weight, bias = (x.to(raw.dtype) for x in (self.weight[:, None, : raw.shape[-1]], self.bias[:, None, None]))
+        weight, bias = (x.to(raw.dtype) for x in (self.weight[:, None], self.bias[:, None, None]))
         logits = (raw * weight).sum(-1, keepdim=True) + bias
         return unread(F.logsigmoid(logits), keys), unread(F.logsigmoid(-logits), keys)
 
@@ -216,7 +218,7 @@ class Fading(nn.Module):
 
     def coefficients(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> Tensor:
         """c (B, H, S, S) by its definition, one position after another; zero for padded keys."""
-        logits = torch.einsum("bhsd,hd->bhs", raw, self.weight[:, : raw.shape[-1]].to(raw)) + self.bias[:, None].to(raw)
+        logits = torch.einsum("bhsd,hd->bhs", raw, self.weight.to(raw)) + self.bias[:, None].to(raw)
         gates = logits.sigmoid()
         row, rows = torch.zeros_like(gates), []
         for j in range(raw.shape[2]):

@@ -56,18 +56,6 @@ class PatternAttention(Attention):
             memory=1.0,
         )
 
-    def check(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> None:
-        """Refuse what the traits do not claim, and tensors whose shapes do not fit: the kernel reads memory as told."""
-        if q.dim() != 4 or not q.is_floating_point() or not q.shape[3]:
-            raise UserError(f"queries are {tuple(q.shape)} of {q.dtype}; give floating-point numbers (B, H, T, D)")
-        if k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
-            raise UserError(f"keys are {tuple(k.shape)}, queries {tuple(q.shape)}; all but the lengths must be equal")
-        for name, given in (("keys", mask.keys), ("marked", mask.marked)):
-            if given is not None and given.shape != (k.shape[0], k.shape[2]):
-                wanted = (k.shape[0], k.shape[2])
-                raise UserError(f"Mask: {name} is {tuple(given.shape)}; give {wanted}, batch and keys")
-        super().check(q, k, mask)
-
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> "PatternOperator":
         """The softmax map over the pattern's tiles; weights are never formed unless asked for."""
         self.check(q, k, mask)

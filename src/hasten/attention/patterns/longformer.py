@@ -3,15 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hasten.attention.mechanism import MechanismSpec
 from hasten.attention.patterns.algebra import Pattern
 from hasten.attention.patterns.attention import PatternAttention
 from hasten.attention.patterns.global_shapes import Global, Marked
 from hasten.attention.patterns.shapes import Local
-from hasten.fields import NonNegativeInt, PositiveInt, Share, Spec
+from hasten.fields import NonNegativeInt, PositiveInt, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongformerSpec(Spec):
+class LongformerSpec(MechanismSpec):
     """Longformer: a sliding window and global tokens, which have projections of their own.
 
     With second projections the mechanism is what ordinary tokens do, Local | Global(rows=False) | Marked(rows=False);

@@ -5,15 +5,16 @@ from typing import Literal
 
 from hasten.attention.base import Attention
 from hasten.attention.heads import HeadsAttention
+from hasten.attention.mechanism import MechanismSpec, Place
 from hasten.attention.patterns.algebra import Pattern
 from hasten.attention.patterns.attention import PatternAttention
 from hasten.attention.patterns.shapes import Blocks, Local, Strided, Summary
 from hasten.errors import UserError
-from hasten.fields import NonNegativeInt, PositiveInt, Share, Spec
+from hasten.fields import NonNegativeInt, PositiveInt, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseTransformerSpec(Spec):
+class SparseTransformerSpec(MechanismSpec):
     """Near tokens by one pattern, far ones by another: strided or fixed.
 
     strided: the `stride` neighbours, and every stride-th token. fixed: the own block of `stride` tokens, and the last
@@ -32,15 +33,15 @@ class SparseTransformerSpec(Spec):
     combine: Literal["union", "heads", "layers"] = "union"
     """Both halves in every head, one half of the heads each, or in turn, layer by layer."""
     n_heads: PositiveInt | None = None
-    """Heads of the layer; needed where heads differ."""
+    """Heads of the layer, where they differ; a model sets it."""
     layer: NonNegativeInt = 0
     """Which layer of the stack this is, where layers take turns; a stack sets it itself."""
     dropout: Share = 0.0
     """Share of attention weights dropped in training."""
 
-    def at_layer(self, layer: int) -> "SparseTransformerSpec":
-        """The spec of a layer of a stack, counted from 0."""
-        return replace(self, layer=layer)
+    def at(self, place: Place) -> "SparseTransformerSpec":
+        """The spec at a place in a model."""
+        return replace(super().at(place), layer=place.layer)
 
     def build(self) -> Attention:
         """The mechanism this spec describes."""
@@ -51,10 +52,11 @@ class SparseTransformerSpec(Spec):
             return PatternAttention(near | far, dropout=self.dropout)
         if self.combine == "layers":
             return PatternAttention((near, far)[self.layer % 2], dropout=self.dropout)
-        if self.n_heads is None or self.n_heads < 2:
-            raise UserError('sparse_transformer: combine = "heads" needs n_heads, 2 or more: the heads of the layer')
+        n_heads = self.size("n_heads")
+        if n_heads < 2:
+            raise UserError('sparse_transformer: combine = "heads" needs 2 heads or more, the layer has 1')
         first, second = (PatternAttention(half, dropout=self.dropout) for half in (near, far))
-        return HeadsAttention([(self.n_heads - self.n_heads // 2, first), (self.n_heads // 2, second)])
+        return HeadsAttention([(n_heads - n_heads // 2, first), (n_heads // 2, second)])
 
     def _halves(self) -> tuple[Pattern, Pattern]:
         if self.pattern == "strided":

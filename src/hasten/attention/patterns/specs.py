@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hasten.attention.mechanism import MechanismSpec
 from hasten.attention.patterns.algebra import Pattern
 from hasten.attention.patterns.attention import PatternAttention
 from hasten.attention.patterns.expression import parse
 from hasten.attention.patterns.global_shapes import External, Global
 from hasten.attention.patterns.random_blocks import RandomBlocks
 from hasten.attention.patterns.shapes import Blocks, Local
-from hasten.fields import NonNegativeInt, PositiveInt, Seed, Share, Spec
+from hasten.fields import NonNegativeInt, PositiveInt, Seed, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatternSpec(Spec):
+class PatternSpec(MechanismSpec):
     """Sparse attention over a pattern written as an expression."""
 
     kind: Literal["pattern"] = "pattern"
@@ -34,7 +35,7 @@ class PatternSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSpec(Spec):
+class LocalSpec(MechanismSpec):
     """Sliding-window attention: every token reads its neighbours."""
 
     kind: Literal["local"] = "local"
@@ -55,7 +56,7 @@ class LocalSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlocksSpec(Spec):
+class BlocksSpec(MechanismSpec):
     """Blocked local attention: every token reads its block and some blocks beside it."""
 
     kind: Literal["blocks"] = "blocks"
@@ -75,7 +76,7 @@ class BlocksSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BigBirdSpec(Spec):
+class BigBirdSpec(MechanismSpec):
     """BigBird: blocked windows, global blocks and random blocks.
 
     Without external tokens the first and the last block are global; a causal model cannot know the last one, so there
