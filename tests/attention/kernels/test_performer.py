@@ -126,17 +126,10 @@ def test_regularised_directions_have_one_length():
     close(rows.norm(dim=1), torch.full((32,), math.sqrt(WIDTH)), 1e-6)
 
 
-def test_a_narrower_head_counts_as_padded_with_zeros():
-    q, k, v = (x.detach() for x in draw(9))
-    scale = (8 / WIDTH) ** 0.25  # both heads divide by the square root of their own width
-    narrow = build().operator(q[..., :8], k[..., :8], Mask()).apply(v)
-    padded = [torch.cat((x[..., :8] / scale, torch.zeros_like(x[..., 8:])), -1) for x in (q, k)]
-    close(build().operator(*padded, Mask()).apply(v), narrow)
-
-
-def test_a_wider_head_is_refused_with_what_to_do():
-    with pytest.raises(UserError, match="d_head = 17"):
-        build().operator(torch.zeros(1, 1, 3, 17), torch.zeros(1, 1, 3, 17), Mask())
+def test_a_head_of_another_width_is_refused_with_what_to_do():
+    for width in (WIDTH - 1, WIDTH + 1):
+        with pytest.raises(UserError, match=f"made for d_head = {WIDTH}, got {width}; give both the same"):
+            build().operator(torch.zeros(1, 1, 3, width), torch.zeros(1, 1, 3, width), Mask())
 
 
 # Their state
@@ -187,7 +180,7 @@ def test_a_schedule_redraws_in_training_only_and_only_when_told():
     model.eval()
     for _ in range(3):
         after_update(model)
-    assert int(layer.directions.calls) == 7
+    assert int(layer.directions.updates) == 7
     assert int(layer.directions.draws) == 2
 
 

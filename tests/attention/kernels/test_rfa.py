@@ -139,13 +139,14 @@ def test_without_a_causal_mask_all_queries_read_the_state_after_the_last_key():
 
 
 def test_the_gate_is_made_for_its_heads():
-    with pytest.raises(UserError, match="2 heads"):
+    with pytest.raises(UserError, match="made for n_heads = 2, got 3; give both the same"):
         build(gate=True).operator(torch.ones(1, 3, 4, WIDTH), torch.ones(1, 3, 4, WIDTH), Mask(causal=True))
 
 
-def test_a_wider_head_is_refused_with_what_to_do():
-    with pytest.raises(UserError, match="d_head = 9"):
-        build().operator(torch.ones(1, 2, 4, 9), torch.ones(1, 2, 4, 9), Mask())
+def test_a_head_of_another_width_is_refused_with_what_to_do():
+    for width in (WIDTH - 1, WIDTH + 1):
+        with pytest.raises(UserError, match=f"made for d_head = {WIDTH}, got {width}; give both the same"):
+            build().operator(torch.ones(1, 2, 4, width), torch.ones(1, 2, 4, width), Mask())
 
 
 @pytest.mark.parametrize("sigma", [1.0, 20.0])  # at the latter many denominators are at the floor
