@@ -7,6 +7,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from attention.clustering.placed import build
 from hasten.attention import Mask
 from hasten.attention.clustering import gathered
 from hasten.attention.clustering.gathered import TileOperator
@@ -24,7 +25,7 @@ SPECS = [
 
 def rows(n: int, width: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, 3, n, width, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(2, 2, n, width, generator=generator, dtype=torch.float64) for _ in range(3))
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
@@ -45,7 +46,7 @@ def test_tiles_a_few_at_a_time_give_what_all_at_once_do(
 ):
     qkv = rows(83)
     keys = torch.rand(2, 83, generator=torch.Generator().manual_seed(1)) < 0.8
-    operator = spec.build().eval().operator(*qkv[:2], Mask(causal=causal, keys=keys))
+    operator = build(spec).eval().operator(*qkv[:2], Mask(causal=causal, keys=keys))
     assert isinstance(operator, TileOperator)
     monkeypatch.setattr(gathered, "_GROUP", group)
     blockwise = out_and_gradients(operator, qkv)
@@ -56,7 +57,7 @@ def test_tiles_a_few_at_a_time_give_what_all_at_once_do(
 @pytest.mark.parametrize("spec", SPECS[::2], ids=lambda spec: f"{spec.kind} {spec.strict}")
 def test_autocast_does_not_reach_the_arithmetic(spec: LSHSpec | RoutingSpec):
     qkv = tuple(x.detach().float().requires_grad_() for x in rows(40))
-    attention = spec.build().eval()
+    attention = build(spec).eval()
     plain = out_and_gradients(attention.operator(*qkv[:2], Mask()), qkv)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = out_and_gradients(attention.operator(*qkv[:2], Mask()), qkv)
@@ -66,7 +67,7 @@ def test_autocast_does_not_reach_the_arithmetic(spec: LSHSpec | RoutingSpec):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind} {spec.strict}")
 def test_gradients_are_the_same_under_checkpointing(spec: LSHSpec | RoutingSpec):
     q, k, v = rows(50)
-    attention = spec.build()
+    attention = build(spec)
 
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.operator(q, k, Mask(causal=True)).apply(v)
@@ -85,7 +86,7 @@ def test_half_precision_is_finite_and_accurate_with_scores_of_forty(spec: LSHSpe
     q = (q * 40 * math.sqrt(6) / q.norm(dim=-1, keepdim=True)).to(dtype)
     half = (q.requires_grad_(), k.to(dtype).requires_grad_(), v.to(dtype).requires_grad_())
     exact = tuple(x.detach().double().requires_grad_() for x in half)
-    attention = spec.build().eval()
+    attention = build(spec).eval()
     actual = out_and_gradients(attention.operator(*half[:2], Mask(causal=True)), half)
     expected = out_and_gradients(attention.operator(*exact[:2], Mask(causal=True)), exact)
     assert all(x.isfinite().all() for x in actual)

@@ -10,15 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.attention import FullAttention, Mask
+from attention.clustering.placed import build, tokens
+from hasten.attention import Mask, after_update
 from hasten.attention.clustering import bands
-from hasten.attention.clustering.lsh import Hash, LSHAttention, LSHSpec, unit
+from hasten.attention.clustering.lsh import Hash, LSHSpec, unit
 from hasten.errors import UserError
-
-
-def tokens(n: int, width: int = 6, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 2, n, width, generator=generator, dtype=dtype)
 
 
 def shared_qk(q: Tensor, mask: Mask) -> Tensor:
@@ -43,7 +39,7 @@ def test_one_chunk_is_full_attention_with_shared_queries_and_keys(n: int, causal
         for spec in (LSHSpec(chunk=16), LSHSpec(chunk=16, strict=True, buckets=1)):
             if spec.strict and not causal:
                 continue
-            out, weights = spec.build().operator(q, q, mask).apply(v), shared_qk(q, mask).softmax(-1)
+            out, weights = build(spec).operator(q, q, mask).apply(v), shared_qk(q, mask).softmax(-1)
             real = keys[:, None, :, None] if mask.keys is not None else torch.tensor(True)
             expected = (weights @ v).masked_fill(~real, 0)
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -73,7 +69,7 @@ def test_any_setting_gives_the_definition(n: int, chunk: int, rounds: int, bucke
         attend_across_buckets=kind % 3 == 1,
         seed=kind,
     )
-    attention, q, v = spec.build(), tokens(n, seed=n).requires_grad_(), tokens(n, seed=n + 1)
+    attention, q, v = build(spec), tokens(n, seed=n).requires_grad_(), tokens(n, seed=n + 1)
     keys = torch.rand(2, n, generator=torch.Generator().manual_seed(n)) < 0.7
     mask = Mask(causal=kind >= 6, keys=keys if kind % 2 else None)
     out, weights = attention.operator(q, q, mask).apply(v), attention.reference(q, q, mask)
@@ -91,7 +87,7 @@ def test_any_setting_gives_the_definition(n: int, chunk: int, rounds: int, bucke
 @pytest.mark.parametrize("strict", [False, True])
 def test_lengths_around_a_chunk_give_the_definition(n: int, strict: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bands, "_TILE", 4)
-    attention, q = LSHSpec(chunk=4, rounds=2, buckets=4, strict=strict).build(), tokens(n)
+    attention, q = build(LSHSpec(chunk=4, rounds=2, buckets=4, strict=strict)), tokens(n)
     for mask in (Mask(), Mask(causal=True)):
         dense = attention.operator(q, q, mask).dense()
         torch.testing.assert_close(dense, attention.reference(q, q, mask), rtol=1e-10, atol=1e-10)
@@ -99,7 +95,7 @@ def test_lengths_around_a_chunk_give_the_definition(n: int, strict: bool, monkey
 
 def test_the_first_chunk_does_not_read_the_last():
     q = tokens(1).expand(2, 2, 12, 6)
-    weights = LSHSpec(chunk=4, rounds=1, buckets=1).build().operator(q, q, Mask()).dense()[0, 0]
+    weights = build(LSHSpec(chunk=4, rounds=1, buckets=1)).operator(q, q, Mask()).dense()[0, 0]
     read = (weights > 0).nonzero()
     assert {(int(i) // 4, int(j) // 4) for i, j in read} == {(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)}
 
@@ -114,8 +110,8 @@ def test_more_rounds_come_nearer_to_full_attention():
     full = shared_qk(q, Mask()).softmax(-1) @ v
     errors = []
     for rounds in (1, 2, 4, 8, 16):
-        specs = [LSHSpec(chunk=16, rounds=rounds, buckets=8, seed=seed) for seed in range(8)]
-        errors.append(sum(float((spec.build().operator(q, q, Mask()).apply(v) - full).norm()) for spec in specs))
+        hashed = [build(LSHSpec(chunk=16, rounds=rounds, buckets=8, seed=seed), d_head=16) for seed in range(8)]
+        errors.append(sum(float((attention.operator(q, q, Mask()).apply(v) - full).norm()) for attention in hashed))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.3 * errors[0]
 
@@ -160,11 +156,11 @@ def test_many_buckets_are_the_product_of_two_hashes():
     bucket = Hash(128, rounds=50, width=3, seed=3)(x, torch.tensor([128]))
     assert bucket.min() >= 0
     assert 100 < bucket.unique().numel() <= 128
-    assert Hash(66, 1, 4, 0).factors == (66,)
+    assert Hash(66, 1, 4, seed=0).factors == (66,)
 
 
 def test_a_short_sentence_has_no_more_buckets_than_chunks():
-    x, hashing = tokens(300), Hash(64, 3, 6, 0)
+    x, hashing = tokens(300), Hash(64, 3, 6, seed=0)
     for most, allowed in ((0, 1), (1, 1), (2, 2), (5, 4), (64, 64), (1000, 64)):
         bucket = hashing(x, torch.tensor([most, 64]))
         assert bucket[:, 0].unique().numel() <= allowed
@@ -178,7 +174,7 @@ def test_a_short_sentence_has_no_more_buckets_than_chunks():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_pads_neither_take_places_in_chunks_nor_buckets(strict: bool):
-    attention, q, v = LSHSpec(chunk=8, rounds=2, buckets=8, strict=strict).build(), tokens(40), tokens(40, seed=1)
+    attention, q, v = build(LSHSpec(chunk=8, rounds=2, buckets=8, strict=strict)), tokens(40), tokens(40, seed=1)
     alone = attention.operator(q, q, Mask(causal=True)).apply(v)
     for n_pads in (1, 25, 100):
         place = torch.randperm(40 + n_pads, generator=torch.Generator().manual_seed(n_pads))[:40].sort().values
@@ -193,7 +189,7 @@ def test_pads_neither_take_places_in_chunks_nor_buckets(strict: bool):
 
 
 def test_zero_vectors_are_harmless():
-    attention = LSHSpec(chunk=4, rounds=2, buckets=4).build()
+    attention = build(LSHSpec(chunk=4, rounds=2, buckets=4))
     q = tokens(20)
     q[:, :, ::3] = 0
     q.requires_grad_()
@@ -208,7 +204,7 @@ def test_zero_vectors_are_harmless():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_lone_token_reads_itself_and_a_sentence_of_pads_nothing(strict: bool, dtype: torch.dtype):
-    attention = LSHSpec(chunk=4, strict=strict).build()
+    attention = build(LSHSpec(chunk=4, strict=strict))
     q, v = (x.to(dtype).requires_grad_() for x in (tokens(5), tokens(5, seed=1)))
     keys = torch.zeros(2, 5, dtype=torch.bool)
     keys[1, 2] = True
@@ -221,7 +217,7 @@ def test_a_lone_token_reads_itself_and_a_sentence_of_pads_nothing(strict: bool, 
 
 @pytest.mark.parametrize("t", [1, 40, 99])
 def test_the_strict_one_is_blind_to_a_later_token_however_large(t: int):
-    attention = LSHSpec(chunk=8, rounds=3, buckets=8, strict=True).build()
+    attention = build(LSHSpec(chunk=8, rounds=3, buckets=8, strict=True))
     q, v = tokens(100, dtype=torch.float32), tokens(100, seed=1, dtype=torch.float32)
     before = attention.operator(q, q, Mask(causal=True)).apply(v)
     changed, others = q.clone(), v.clone()
@@ -237,7 +233,7 @@ def test_the_strict_one_is_blind_to_a_later_token_however_large(t: int):
 
 def test_rotations_follow_from_the_seed_and_change_only_when_redrawn():
     before = torch.get_rng_state()
-    one, same, other = (LSHSpec(seed=seed).build() for seed in (5, 5, 6))
+    one, same, other = (build(LSHSpec(seed=seed)) for seed in (5, 5, 6))
     assert torch.equal(one.hashing.rotations, same.hashing.rotations)
     assert not torch.equal(one.hashing.rotations, other.hashing.rotations)
     first = one.hashing.rotations.clone()
@@ -257,40 +253,64 @@ def test_rotations_follow_from_the_seed_and_change_only_when_redrawn():
 def test_sharing_keys_is_claimed_and_k_is_not_read():
     q, k, v = tokens(9), torch.full((2, 2, 9, 6), math.nan, dtype=torch.float64), tokens(9, seed=1)
     for strict in (False, True):
-        attention = LSHSpec(strict=strict).build()
+        attention = build(LSHSpec(strict=strict))
         assert attention.traits.shared_qk
         assert attention.operator(q, k, Mask()).apply(v).isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("attempt", "message"),
     [
-        (lambda: LSHSpec(buckets=3).build(), "got 3 buckets; give 1 or an even number"),
-        (lambda: LSHSpec(strict=True, attend_across_buckets=True).build(), "leave attend_across_buckets out"),
+        (lambda: build(LSHSpec(buckets=3)), "got 3 buckets; give 1 or an even number"),
+        (lambda: build(LSHSpec(strict=True, attend_across_buckets=True)), "leave attend_across_buckets out"),
         (
-            lambda: LSHSpec(d_head=4).build().operator(tokens(3), tokens(3), Mask()),
-            "at most, got 6; raise d_head",
+            lambda: build(LSHSpec(d_head=4)).operator(tokens(3), tokens(3), Mask()),
+            "made for d_head = 4, got 6; give both the same",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(build, message: str):
+def test_what_cannot_be_is_refused(attempt, message: str):
     with pytest.raises(UserError, match=re.escape(message)):
-        build()
-    assert isinstance(LSHSpec().build(), LSHAttention)
-    assert not isinstance(LSHSpec().build(), FullAttention)
+        attempt()
 
 
 def test_an_empty_batch_gives_an_empty_batch():
     for strict in (False, True):
         x = torch.zeros(0, 2, 5, 6)
-        assert LSHSpec(strict=strict).build().operator(x, x, Mask(causal=True)).apply(x).shape == x.shape
+        assert build(LSHSpec(strict=strict)).operator(x, x, Mask(causal=True)).apply(x).shape == x.shape
 
 
 def test_every_seed_and_every_draw_has_rotations_of_its_own():
     seen = []
     for seed in range(5):
-        attention = LSHSpec(seed=seed).build()
+        attention = build(LSHSpec(seed=seed))
         for _ in range(3):
             seen.append(attention.hashing.rotations.clone())
             attention.redraw()
     assert not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schedule_draws_rotations_anew_at_updates_in_training_and_at_no_other_time(strict: bool):
+    attention, twin = (build(LSHSpec(strict=strict, redraw_every=every)) for every in (3, 0))
+    model, q = torch.nn.Sequential(attention), tokens(9)
+    for update in range(1, 8):
+        before = attention.hashing.rotations.clone()
+        model.eval()
+        after_update(model)
+        model.train()
+        attention.operator(q, q, Mask())
+        assert torch.equal(attention.hashing.rotations, before)
+        after_update(model)
+        assert torch.equal(attention.hashing.rotations, before) == (update % 3 != 0)
+        if update == 5:
+            resumed = build(LSHSpec(strict=strict, redraw_every=3, seed=1))
+            resumed.load_state_dict(attention.state_dict())
+            after_update(resumed.train())
+        if update == 6:
+            assert torch.equal(resumed.hashing.rotations, attention.hashing.rotations)
+    for _ in range(2):
+        twin.redraw()
+        after_update(twin.train())
+    assert torch.equal(twin.hashing.rotations, attention.hashing.rotations)
+    assert int(attention.hashing.draws) == 2

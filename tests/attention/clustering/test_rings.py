@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.clustering.placed import build as placed
 from hasten.attention import Mask
 from hasten.attention.clustering import rings
 from hasten.attention.clustering.lsh import LSHSpec, StrictLSHAttention
@@ -21,7 +22,7 @@ each = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind} {ge
 
 
 def build(spec: LSHSpec | RoutingSpec) -> StrictLSHAttention | StrictRoutingAttention:
-    attention = spec.build().eval()
+    attention = placed(spec).eval()
     assert isinstance(attention, StrictLSHAttention | StrictRoutingAttention)
     return attention
 
