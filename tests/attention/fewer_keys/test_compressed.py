@@ -12,24 +12,25 @@ from conformance import test_attention_definition as definition
 from conformance import test_attention_independence as independence
 from conformance import test_attention_precision as precision
 from conformance.mechanisms import Case, assert_equal, gradients, inputs, make_mask
-from hasten.attention import Attention, FullAttention, Mask
+from hasten.attention import Attention, FullAttention, Mask, Place
 from hasten.attention.fewer_keys.compressed import CompressedLocalAttention, CompressedSpec, Groups
 from hasten.errors import UserError
 
 SETTINGS = {
-    "plain": CompressedSpec(n_heads=2),
-    "averaged": CompressedSpec(values="average", stride=2, kernel=3, n_heads=2),
-    "over channels": CompressedSpec(stride=2, n_heads=2, d_head=4),
+    "plain": CompressedSpec(per_head=True),
+    "averaged": CompressedSpec(values="average", stride=2, kernel=3, per_head=True),
+    "over channels": CompressedSpec(stride=2, per_head=True, over_channels=True),
     "overlapping": CompressedSpec(stride=2, kernel=5),
-    "local": CompressedSpec(local=4, n_heads=2, d_head=4),
+    "local": CompressedSpec(local=4, per_head=True, over_channels=True),
     "local, overlapping": CompressedSpec(values="average", local=3, stride=2, kernel=4),
 }
+PLACE = Place(n_heads=2, d_head=4)
 every = pytest.mark.parametrize("spec", SETTINGS.values(), ids=SETTINGS.keys())
 
 
 def trained(spec: CompressedSpec) -> Attention:
-    """With weights that are no longer means."""
-    attention, generator = spec.build().eval(), torch.Generator().manual_seed(3)
+    """For two heads 4 wide, with weights that are no longer means."""
+    attention, generator = spec.at(PLACE).build().eval(), torch.Generator().manual_seed(3)
     for parameter in attention.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     return attention
@@ -39,7 +40,12 @@ def trained(spec: CompressedSpec) -> Attention:
 @pytest.mark.parametrize("values", ["convolution", "average"])
 def test_groups_of_one_token_are_full_attention(causal: bool, values):
     q, k, v = inputs(8)
-    out = CompressedSpec(stride=1, values=values, d_head=4).build().operator(q, k, Mask(causal=causal)).apply(v)
+    out = (
+        CompressedSpec(stride=1, values=values, over_channels=True, d_head=4)
+        .build()
+        .operator(q, k, Mask(causal=causal))
+        .apply(v)
+    )
     assert_equal(out, FullAttention().operator(q, k, Mask(causal=causal)).apply(v))
 
 
@@ -66,7 +72,7 @@ def test_trained_kernels_give_the_definition_and_its_gradients(spec: CompressedS
 
 
 def test_keys_are_convolved_as_torch_convolves():
-    compressor = trained(CompressedSpec(stride=2, kernel=3, n_heads=2, d_head=4)).compressor
+    compressor = trained(CompressedSpec(stride=2, kernel=3, per_head=True, over_channels=True)).compressor
     _, k, _ = inputs(9)
     weight = compressor.key_weight.double()  # (H, kernel, in, out)
     channels = k.transpose(2, 3).flatten(1, 2)
@@ -131,7 +137,7 @@ def test_a_last_key_a_hundred_times_as_large_changes_nothing_earlier(spec: Compr
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scores_of_forty_in_half_precision_are_finite(spec: CompressedSpec, dtype: torch.dtype):
-    attention = spec.build()
+    attention = spec.at(PLACE).build()
     q, k, v = (x.detach().to(dtype) for x in inputs(9))
     signs = torch.tensor([1, -1] * 5)[:9, None].to(dtype)
     q, k = torch.full_like(q, math.sqrt(20)), signs * torch.full_like(k, math.sqrt(20))
@@ -148,7 +154,12 @@ def test_what_cannot_be_is_refused():
     for spec in (SETTINGS["over channels"], SETTINGS["local"]):
         for call in (lambda a: a.operator(q, k, Mask()), lambda a: a.step(q, k, None)):
             with pytest.raises(UserError, match="d_head = 4"):
-                call(spec.build())
+                call(spec.at(PLACE).build())
+    for flag, size in (("per_head", "n_heads"), ("over_channels", "d_head")):
+        with pytest.raises(UserError, match=f"compressed: {size} is not set"):
+            CompressedSpec(**{flag: True}).build()
+    with pytest.raises(UserError, match="made for n_heads = 2, got 1"):
+        trained(SETTINGS["plain"]).operator(*(x[:, :1] for x in inputs()[:2]), Mask())
 
 
 # The convolution over channels is made for one width, which not every law of the suite takes.

@@ -143,7 +143,7 @@ def test_first_columns_serve_shorter_sequences():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match="n_heads missing"):
+    with pytest.raises(UserError, match="linformer: n_heads is not set"):
         LinformerSpec(sharing="none").build()
     attention = LinformerSpec(max_length=10, rank=4).build()
     q, k, _ = inputs(8)

@@ -9,6 +9,7 @@ import torch
 
 from conformance.mechanisms import assert_equal, gradients, inputs, make_mask
 from hasten.attention import Attention, FullAttention, Mask
+from hasten.attention.adapting import after_update
 from hasten.attention.fewer_keys.sinkhorn import Mixing, SinkhornSpec, _read_both, _weights
 from hasten.attention.fewer_keys.sinkhorn_sorting import gumbel, sinkhorn
 from hasten.errors import UserError
@@ -192,7 +193,7 @@ def test_steps_equal_the_sequence(spec: SinkhornSpec, chunks: list[int]):
 # Noise
 
 
-def test_noise_comes_in_training_only_and_a_draw_at_a_time():
+def test_noise_comes_in_training_only_and_is_the_same_until_an_update():
     attention = SinkhornSpec(block=2, seed=3).build()
     q, k, v = inputs(8)
 
@@ -200,28 +201,37 @@ def test_noise_comes_in_training_only_and_a_draw_at_a_time():
         return attention.operator(q, k, Mask()).apply(v).detach()
 
     state = torch.get_rng_state()
-    first, second = out(), out()
-    assert not torch.equal(first, second)
+    first, again = out(), out()
+    assert torch.equal(first, again)  # what is recomputed for its gradients is what it was
+    after_update(attention)
+    assert not torch.equal(out(), first)
     assert torch.equal(torch.get_rng_state(), state)
     attention.eval()
-    assert torch.equal(out(), out())
+    draws = attention.sorting.draws.clone()
+    after_update(attention)
+    assert torch.equal(attention.sorting.draws, draws)
     assert torch.equal(out(), SinkhornSpec(block=2, noise=0.0).build().operator(q, k, Mask()).apply(v))
 
 
 def test_noise_goes_on_where_a_saved_mechanism_stopped():
     attention, again = (SinkhornSpec(block=2, seed=3).build() for _ in range(2))
     q, k, v = inputs(8)
+    fresh = again.operator(q, k, Mask()).apply(v)
     for _ in range(2):
-        attention.operator(q, k, Mask())
+        after_update(attention)
     again.load_state_dict(copy.deepcopy(attention.state_dict()))
     assert torch.equal(*(a.operator(q, k, Mask()).apply(v) for a in (attention, again)))
+    assert not torch.equal(again.operator(q, k, Mask()).apply(v), fresh)
     other = SinkhornSpec(block=2, seed=4).build()
-    other.load_state_dict(again.state_dict())
-    assert not torch.equal(*(a.operator(q, k, Mask()).apply(v) for a in (again, other)))
+    assert not torch.equal(other.operator(q, k, Mask()).apply(v), fresh)
+    other.load_state_dict(again.state_dict())  # the seed is part of it
+    for _ in range(2):
+        assert torch.equal(*(a.operator(q, k, Mask()).apply(v) for a in (again, other)))
+        after_update(again), after_update(other)
 
 
 def test_noise_has_the_distribution_of_gumbel():
-    draws = torch.stack([gumbel(torch.zeros(200, 100), 5, torch.tensor(i)) for i in range(2)]).double()
+    draws = torch.stack([gumbel(torch.zeros(200, 100), torch.tensor(5), torch.tensor(i)) for i in range(2)]).double()
     assert draws.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert draws.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
     below = (draws < 1.0).double().mean((1, 2))
@@ -244,6 +254,7 @@ def test_noise_is_traced():
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     for _ in range(2):
         assert_equal(compiled(q, k, v), twin.operator(q, k, Mask()).apply(v))
+        after_update(attention), after_update(twin)
 
 
 # Precision, errors
@@ -261,10 +272,9 @@ def test_scores_of_forty_in_half_precision_are_finite(spec: SinkhornSpec, dtype:
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match="needs all three"):
-        SinkhornSpec(max_blocks=4).build()
-    with pytest.raises(UserError, match="needs all three"):
-        SinkhornSpec(n_heads=4).build()
+    for sizes in ({"d_head": 4}, {"n_heads": 2}):
+        with pytest.raises(UserError, match="is not set; give it"):
+            SinkhornSpec(max_blocks=4, **sizes).build()
     q, k, _ = inputs(16)
     with pytest.raises(UserError, match="at most 15"):
         SETTINGS["network"].build().operator(q, k, Mask())

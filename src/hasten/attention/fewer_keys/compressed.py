@@ -153,6 +153,7 @@ class CompressedAttention(Attention):
         self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
     ) -> tuple["CompressedStep", "Groups"]:
         """Complete groups are kept compressed, the tokens of the others as they are."""
+        self.fits(q.shape[1], q.shape[3])
         with torch.autocast(q.device.type, enabled=False):
             keys, _ = _grow(self.compressor, 1, keys, wide(k), self.compressor.keys)
         mask = Mask(allowed=_complete(self.compressor, keys, q.shape[2])[None, None])
@@ -199,6 +200,7 @@ class CompressedLocalAttention(Attention):
         self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
     ) -> tuple["CompressedStep", "Groups"]:
         """Kept besides the groups: the tokens of the block that is not complete."""
+        self.fits(q.shape[1], q.shape[3])
         with torch.autocast(q.device.type, enabled=False):
             keys, near = _grow(self.compressor, self.local, keys, wide(k), self.compressor.keys)
         places = torch.arange(near.shape[2], device=q.device)  # from the beginning of a block

@@ -133,6 +133,7 @@ class SinkhornAttention(Attention):
         self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B H n D"], keys: State | None
     ) -> tuple["SinkhornStep", "SortedKeys"]:
         """New rows of the sort matrix are made where blocks begin."""
+        self.fits(q.shape[1], q.shape[3])
         assert keys is None or isinstance(keys, SortedKeys)
         q, k, size = wide(q), wide(k), self.sorting.block
         none, total = Sorted(k[:, :, :0], k[:, :, :0]), torch.zeros_like(q[:, :, :1])
