@@ -32,20 +32,6 @@ def test_the_weights_of_a_row_sum_to_one_and_none_is_negative(causal: bool):
     assert (weights >= 0).all()
 
 
-def test_chunks_and_steps_equal_the_definition_beyond_one_chunk():
-    q, k, v = draw(300)
-    attention, mask = EfficientSpec().build(), Mask(causal=True)
-    out, expected = attention.operator(q, k, mask).apply(v), attention.reference(q, k, mask) @ v
-    close(out, expected)
-    close(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)))
-    outs, keys, values = [], None, None
-    for now in torch.arange(300).split([150, 1, 1, 148]):
-        step, keys = attention.step(q[:, :, now], k[:, :, now], keys)
-        part, values = step.apply(v[:, :, now], values)
-        outs.append(part)
-    close(torch.cat(outs, 2), expected)
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
 def test_entries_of_hundreds_neither_overflow_nor_empty_a_row(causal: bool):
     q, k, v = ((200 * x).detach().requires_grad_() for x in draw(150, dtype=torch.float32))
@@ -54,32 +40,3 @@ def test_entries_of_hundreds_neither_overflow_nor_empty_a_row(causal: bool):
     exact = attention.reference(q.double(), k.double(), mask) @ v.double()
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-1)  # v is of the order of 200
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().mean(), (q, k, v)))
-
-
-def test_a_large_last_key_changes_nothing_before_it():
-    q, k, v = draw(150, dtype=torch.float32)
-    later = k.detach().clone()
-    later[:, :, -1] *= 100
-    attention, mask = EfficientSpec().build(), Mask(causal=True)
-    before, after = (attention.operator(q, x, mask).apply(v)[:, :, :-1] for x in (k, later))
-    close(after, before, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_finite_at_large_entries(dtype: torch.dtype):
-    q, k, v = ((40 * x).detach().to(dtype).requires_grad_() for x in draw(150))
-    for mask in (Mask(), Mask(causal=True)):
-        out = EfficientSpec().build().operator(q, k, mask).apply(v)
-        assert out.dtype == dtype
-        assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.float().square().mean(), (q, k, v))))
-
-
-@pytest.mark.parametrize("pads", [1, 7, 90])
-@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
-def test_appending_padding_changes_nothing(causal: bool, pads: int):
-    q, k, v = draw(90)
-    attention = EfficientSpec().build()
-    alone = attention.operator(q, k, Mask(causal=causal)).apply(v)
-    longer = [torch.cat((x, torch.full((1, 2, pads, 4), 3.0, dtype=torch.float64)), 2) for x in (q, k, v)]
-    mask = Mask(causal=causal, keys=torch.arange(90 + pads)[None] < 90)
-    close(attention.operator(longer[0], longer[1], mask).apply(longer[2])[:, :, :90], alone)

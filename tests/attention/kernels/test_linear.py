@@ -52,21 +52,6 @@ def test_constant_values_come_back_at_any_length(feature: str, causal: bool):
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_chunks_and_steps_equal_the_definition_beyond_one_chunk(feature: str):
-    q, k, v = draw(200)
-    attention, mask = LinearSpec(feature=feature).build(), Mask(causal=True)
-    out, expected = attention.operator(q, k, mask).apply(v), attention.reference(q, k, mask) @ v
-    close(out, expected)
-    close(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)))
-    outs, keys, values = [], None, None
-    for now in torch.arange(200).split([70, 1, 1, 128]):
-        step, keys = attention.step(q[:, :, now], k[:, :, now], keys)
-        part, values = step.apply(v[:, :, now], values)
-        outs.append(part)
-    close(torch.cat(outs, 2), expected)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
 def test_queries_far_below_zero_still_read(feature: str):
     q, k, v = draw(5, dtype=torch.float32)
     low = (q - 300).detach().requires_grad_()
@@ -76,27 +61,6 @@ def test_queries_far_below_zero_still_read(feature: str):
         exact = attention.reference(low.double(), k.double(), mask) @ v.double()
         close(out.double(), exact, 1e-5)
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (low, k, v)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_half_precision_is_finite_at_large_products(feature: str, dtype: torch.dtype):
-    q, k, v = ((10 * x).detach().to(dtype).requires_grad_() for x in draw(100))
-    for mask in (Mask(), Mask(causal=True)):
-        out = LinearSpec(feature=feature).build().operator(q, k, mask).apply(v)
-        assert out.dtype == dtype
-        assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.float().square().mean(), (q, k, v))))
-
-
-@pytest.mark.parametrize("pads", [1, 7, 90])
-@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
-def test_appending_padding_changes_nothing(causal: bool, pads: int):
-    q, k, v = draw(90)
-    attention = LinearSpec().build()
-    alone = attention.operator(q, k, Mask(causal=causal)).apply(v)
-    longer = [torch.cat((x, torch.full((1, 2, pads, 4), 3.0, dtype=torch.float64)), 2) for x in (q, k, v)]
-    mask = Mask(causal=causal, keys=torch.arange(90 + pads)[None] < 90)
-    close(attention.operator(longer[0], longer[1], mask).apply(longer[2])[:, :, :90], alone)
 
 
 def test_it_stands_where_softmax_attention_stands():

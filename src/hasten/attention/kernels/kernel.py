@@ -180,7 +180,7 @@ def log_step(a: Tensor, b: Tensor, before: Tensor, levels: Tensor) -> tuple[Kern
     among = LogPrefixSums(grid, grid.cut(a), grid.cut(b, -torch.inf), grid.cut(levels, LOWEST))
     keep = (before - after).exp().transpose(-1, -2)
     step = KernelStep(among, (a + (before - levels)).exp(), (b - after).exp(), keep, None)
-    return step, LogState(after.squeeze(2))
+    return step, LogState(after.squeeze(2).clone())  # a view would keep the levels of all n positions
 
 
 def noisy(mask: Mask) -> Bool[Tensor, "B S"] | None:

@@ -185,7 +185,7 @@ class Lasting(nn.Module):
         """n more keys."""
         mass = state.mass + torch.ones_like(k[..., :1]).cumsum(2)
         normaliser = Normaliser(state.total, FLOOR * mass)
-        after = RFAState(state.total + k.sum(2)[..., None], mass[:, :, -1:])
+        after = RFAState(state.total + k.sum(2)[..., None], mass[:, :, -1:].clone())
         return KernelStep(causal_sums("plain", q, k), q, k, k.new_ones(()), normaliser), after
 
 
@@ -235,7 +235,7 @@ class Fading(nn.Module):
         keep = so_far[:, :, -1:].exp()
         write = k * (so_far[:, :, -1:] - so_far + entry).exp()
         mass = state.mass * so_far.exp() - torch.expm1(so_far)
-        after = RFAState(keep * state.total + write.sum(2)[..., None], mass[:, :, -1:])
+        after = RFAState(keep * state.total + write.sum(2)[..., None], mass[:, :, -1:].clone())
         return KernelStep(
             causal_sums("decayed", q, k, decay, entry),
             q * so_far.exp(),
