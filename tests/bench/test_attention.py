@@ -3,13 +3,14 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from hasten.attention import FullAttention
+from hasten.attention import FullAttention, MechanismSpec, Place
 from hasten.attention.base import Weights
 from hasten.bench import attention, attention_contestant, attention_modules, attention_worker
 from hasten.bench.attention import RED, Plan, over, predicted, run
@@ -18,6 +19,7 @@ from hasten.bench.attention_worker import Server, Stand, memory, timed
 from hasten.errors import UserError
 
 SIZES = {"level": "module", "causal": False, "batch": 1, "heads": 2, "width": 4, "length": 16}
+HEADS = Place(n_heads=2, d_head=4)
 PEERS = Path(__file__).with_name("peers_of_tests.py")
 REAL_PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "peers.py"
 
@@ -70,7 +72,7 @@ def rows(peers):
     with pytest.MonkeyPatch.context() as patch:
         for module in (attention, attention_contestant):
             patch.setattr(module, "Process", Here)
-        who = contestants("full,Local(2),peer:good,peer:wrong,peer:late", peers)
+        who = contestants("full,Local(2),peer:good,peer:wrong,peer:late", peers, HEADS)
         said: list[str] = []
         plan = Plan(who, (16, 32), heads=2, width=4, repeats=2)
         found = [row for rows in run(plan, said.append) for row in rows]
@@ -79,7 +81,8 @@ def rows(peers):
 
 @pytest.fixture(scope="module")
 def trouble(peers):
-    plan = Plan(contestants("full,peer:crash,peer:greedy", peers), (16, 32), heads=2, width=4, repeats=1, memory_mib=64)
+    who = contestants("full,peer:crash,peer:greedy", peers, HEADS)
+    plan = Plan(who, (16, 32), heads=2, width=4, repeats=1, memory_mib=64)
     return {(row["label"], row["length"]): row for rows in run(plan) for row in rows}
 
 
@@ -216,9 +219,9 @@ class Off(FullAttention):
         return Weights(weights)
 
 
-class OffSpec:
-    def __init__(self, fault: str):
-        self.fault = fault
+@dataclass(frozen=True)
+class OffSpec(MechanismSpec):
+    fault: str
 
     def build(self):
         return Off(self.fault)
@@ -274,32 +277,32 @@ def test_a_length_beyond_a_limit_is_said_to_be():
         ("", "--mechanisms is empty"),
         ("full,full", "full stands there more than once"),
         ("ful", "--mechanisms: 'ful' is no mechanism"),
-        ('sparse_transformer(combine="heads")', "needs n_heads"),
+        ('sparse_transformer(combine="heads", n_heads=1)', "needs 2 heads or more"),
         ("full,peer:good", "peer:good needs an environment of peers; make one with benchmarks/peers/setup"),
     ],
 )
 def test_mistakes_in_the_list_are_named(text, problem):
     with pytest.raises(UserError, match=problem):
-        contestants(text, None)
+        contestants(text, None, HEADS)
 
 
 @pytest.mark.usefixtures("here")
 def test_all_peers_take_part_unless_some_are_named(peers):
-    everyone = [entry.label for entry in contestants("full", peers)]
+    everyone = [entry.label for entry in contestants("full", peers, HEADS)]
     assert everyone[:3] == ["full", "peer:good", "peer:square"]
     python = peers / ".venv" / "bin" / "python"
-    assert [entry.label for entry in contestants("peer:square,full", python)] == ["full", "peer:square"]
+    assert [entry.label for entry in contestants("peer:square,full", python, HEADS)] == ["full", "peer:square"]
     with pytest.raises(UserError, match="no peer 'none'; known: good, square"):
-        contestants("full,peer:none", peers)
+        contestants("full,peer:none", peers, HEADS)
 
 
 def test_a_missing_environment_of_peers_is_one_line(tmp_path, peers):
     with pytest.raises(UserError, match=r"no environment of peers at .*make one with"):
-        contestants("full", tmp_path)
+        contestants("full", tmp_path, HEADS)
     with pytest.raises(UserError, match=r"no environment of peers at .*nowhere"):
-        contestants("full", tmp_path / "nowhere")
+        contestants("full", tmp_path / "nowhere", HEADS)
     with pytest.raises(UserError, match=r"no directory with peers\.py"):
-        contestants("full", Path(sys.executable))
+        contestants("full", Path(sys.executable), HEADS)
 
 
 # The peers that hasten is compared with
@@ -323,7 +326,7 @@ def test_peers_refuse_what_they_are_not_made_for():
     for name, change, said in (
         ("linformer", {"causal": True}, "cannot be causal"),
         ("sinkhorn-transformer", {"length": 100}, "multiples of 64"),
-        ("hf-bigbird", {"length": 640}, "begin at 704"),
+        ("hf-bigbird", {"length": 640}, "begin at 768"),
         ("linformer", {"level": "core"}, "--level module"),
     ):
         with pytest.raises(peers.REFUSALS, match=said):

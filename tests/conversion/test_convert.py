@@ -10,7 +10,7 @@ from torch import nn
 
 import hasten
 from conversion_mechanisms import Band, BandSpec
-from hasten.attention import FullSpec, SparseTransformerSpec
+from hasten.attention import FullSpec, Place, SparseTransformerSpec
 from hasten.attention.dropin import DropInAttention
 from hasten.errors import UserError
 from torch_models import D, H, S, T, decoder, encoder, run, states, whole
@@ -119,7 +119,7 @@ def test_layers_that_take_turns_know_which_they_are():
     for stack in (model.encoder, model.decoder):
         first, second = (str(layer.self_attn.attention.pattern) for layer in stack.layers)
         assert (first, second) == tuple(
-            str(SparseTransformerSpec(stride=3, combine="layers").at_layer(i).build().pattern) for i in (0, 1)
+            str(SparseTransformerSpec(stride=3, combine="layers").at(Place(layer=i)).build().pattern) for i in (0, 1)
         )
         assert first != second
 

@@ -1,4 +1,4 @@
-"""Translation models whose encoders read by patterns, from the words of a configuration to a translation."""
+"""Translation models with any attention in their encoders, from the words of a configuration to a translation."""
 
 from pathlib import Path
 
@@ -18,6 +18,19 @@ ATTENTION = {
     "bigbird, external": '{ kind = "bigbird", block = 2, random = 1, external = 3 }',
     "longformer": '{ kind = "longformer", window = 1, first = 2 }',
     "external pattern": '{ kind = "pattern", pattern = "External(2) | Local(1)" }',
+    "lsh": '{ kind = "lsh", chunk = 2, rounds = 2 }',
+    "routing": '{ kind = "routing", clusters = 2, shared_qk = false }',
+    "sinkhorn": '{ kind = "sinkhorn", block = 3 }',
+    "sinkhorn, cut": '{ kind = "sinkhorn", block = 2, cut = 2 }',
+    "compressed": '{ kind = "compressed", stride = 2, per_head = true, over_channels = true }',
+    "linformer": '{ kind = "linformer", max_length = 40, rank = 4, sharing = "layerwise" }',
+    "linformer, by head": '{ kind = "linformer", max_length = 40, rank = 4, sharing = "none" }',
+    "nystrom": '{ kind = "nystrom", landmarks = 3, residual = 3 }',
+    "linear": '{ kind = "linear" }',
+    "efficient": '{ kind = "efficient" }',
+    "rfa": '{ kind = "rfa" }',
+    "performer": '{ kind = "performer", features = 32 }',
+    "synthesizer": '{ kind = "synthesizer", parts = ["dense", "random"], max_length = 40 }',
 }
 SOURCES = [[10, 11, 12], [13], [14, 15, 14, 15, 16, 17, 18, 19, 20], [21, 21], [22, 23, 24, 25, 26]]
 PAIRS = list(zip(SOURCES, [[30, 31], [32], [33, 33, 34, 35], [36, 37], [38]], strict=True))

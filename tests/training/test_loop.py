@@ -81,6 +81,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, accumulate, ru
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+CHANGING = [
+    {"kind": "routing", "clusters": 2, "decay": 0.5, "commitment": 0.01},
+    {"kind": "performer", "features": 8, "redraw_every": 2},
+    {"kind": "sinkhorn", "block": 2},
+    {"kind": "lsh", "chunk": 2, "redraw_every": 1},
+]
+
+
+def test_what_attention_draws_and_learns_resumes_bit_for_bit(run_spec, task, letters, tmp_path):
+    spec = run_spec("ctc", {"encoder_layers": 4, "encoder_attention": CHANGING}, average=1)
+    train(spec, tmp_path / "whole", letters, task(spec))
+    parts = tmp_path / "parts"
+    with pytest.raises(Interrupted, match="step 5"):
+        train(spec, parts, letters, task(spec), **stop_after(5))
+    train(spec, parts, letters, task(spec), resume=True)
+    assert_same_run(tmp_path / "whole", parts)
+    weights = load_file(parts / "model.safetensors")
+    counts = {name: int(weights[name]) for name in weights if name.endswith(".draws")}
+    assert sorted(counts.values()) == [4, 9, 9], "a redraw every 2 steps, noise and rotations of each step"
+    assert all("attention" in row for row in rows(parts) if "loss" in row)
+
+
 def test_a_stop_before_the_first_save_leaves_a_complete_directory(run_spec, task, letters, directory):
     spec = run_spec()
     with pytest.raises(Interrupted):

@@ -18,6 +18,59 @@ from hasten.data.tokenizer import Tokenizer
 pytestmark = pytest.mark.slow
 
 
+EVERYTHING_THAT_CHANGES = """
+import torch
+from torch import distributed, nn
+from hasten import spec
+from hasten.attention import after_update
+from hasten.data.batch import pair_batch
+from hasten.training.processes import keep_buffers_apart
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+kinds = [
+    {"kind": "routing", "clusters": 2, "decay": 0.5},
+    {"kind": "performer", "features": 8, "redraw_every": 1},
+    {"kind": "sinkhorn", "block": 2},
+    {"kind": "lsh", "chunk": 2, "redraw_every": 2},
+    {"kind": "rfa", "redraw_every": 1},
+]
+shape = {"d_model": 16, "n_heads": 2, "d_ff": 16, "encoder_layers": 5, "decoder_layers": 1}
+table = {"data": {"path": "x"}, "model": {"kind": "autoregressive", **shape, "encoder_attention": kinds}}
+torch.manual_seed(0)
+model = spec.parse(table, "test").model.build(60).train()
+first = {name: tensor.clone() for name, tensor in model.named_buffers()}
+keep_buffers_apart(model)
+wrapped = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step in range(3):
+    torch.manual_seed(100 * step + rank)
+    source = torch.randint(10, 60, (5 + rank,)).tolist()
+    terms = wrapped(pair_batch([(source, source[:2])]), torch.Generator()).values()
+    sum(term.weight * term.sum / term.count for term in terms).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after_update(wrapped)
+changed = {name for name, tensor in model.named_buffers() if not torch.equal(tensor, first[name])}
+for part in ("centroids.vectors", "directions.rows", "sorting.draws", "hashing.rotations"):
+    assert any(part in name for name in changed), (part, changed)
+for name, tensor in model.state_dict().items():
+    both = [torch.empty_like(tensor) for _ in range(2)]
+    distributed.all_gather(both, tensor.contiguous())
+    assert torch.equal(*both), name
+distributed.destroy_process_group()
+"""
+
+
+def test_what_attention_draws_and_learns_is_the_same_in_all_processes(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(EVERYTHING_THAT_CHANGES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def launch(config: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launcher, "-m", "hasten", "train", str(config), *arguments, "--out", str(out)]

@@ -139,15 +139,10 @@ class Attention(nn.Module, ABC):
 
     def fits(self, n_heads: int, d_head: int) -> None:
         """Refuse, with a `UserError`, heads that the mechanism was not made for."""
-        for name, made_for, given in (
-            ("n_heads", self.traits.n_heads, n_heads),
-            ("d_head", self.traits.d_head, d_head),
-        ):
+        own, mechanism = self.traits, type(self).__name__
+        for name, made_for, given in (("n_heads", own.n_heads, n_heads), ("d_head", own.d_head, d_head)):
             if made_for not in (None, given):
-                raise UserError(
-                    f"{type(self).__name__} was made for {name} = {made_for}, got {given}; give both the same, or "
-                    f"leave {name} of its spec open and let multi_head or a model set it"
-                )
+                raise UserError(f"{mechanism} was made for {name} = {made_for}, got {given}; give both the same")
 
     def check(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> None:
         """Refuse what does not fit, and what the traits do not claim: `UserError`. Every `operator` begins with it."""
