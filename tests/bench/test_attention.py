@@ -327,7 +327,6 @@ def test_peers_refuse_what_they_are_not_made_for():
         ("linformer", {"causal": True}, "cannot be causal"),
         ("sinkhorn-transformer", {"length": 100}, "multiples of 64"),
         ("hf-bigbird", {"length": 640}, "begin at 768"),
-        ("linformer", {"level": "core"}, "--level module"),
     ):
         with pytest.raises(peers.REFUSALS, match=said):
             peers.build(name, {**SIZES, **change})
