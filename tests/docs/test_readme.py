@@ -16,7 +16,13 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/tutorial.md", "docs/longformer-bigbird.md", "docs/attention-linear.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/tutorial.md",
+    "docs/longformer-bigbird.md",
+    "docs/mechanisms.md",
+    "docs/attention-linear.md",
+)
 FENCE = re.compile(
     r"(?:<!-- (?P<how>not run|run with): (?P<what>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S
 )
