@@ -12,7 +12,7 @@ from hasten.spec_errors import kind_of
 PAGE = (Path(__file__).parents[2] / "docs" / "mechanisms.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("<!-- kinds -->")[2].partition("<!-- /kinds -->")[0]
 ROWS = {
-    row[0].strip("`"): row for row in (re.split(r"\s*\|\s*", line)[1:-1] for line in TABLE.splitlines()[3:-1] if line)
+    row[0].strip("`"): row for row in (re.split(r"\s*\|\s*", line)[1:-1] for line in TABLE.splitlines()[3:] if line)
 }
 
 
