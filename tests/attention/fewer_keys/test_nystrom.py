@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from conformance.mechanisms import assert_equal, gradients, inputs, make_mask
 from hasten.attention import Attention, FullAttention, Mask
-from hasten.attention.fewer_keys.nystrom import NystromSpec, TimeConvolution, pseudoinverse
+from hasten.attention.fewer_keys.nystrom import NystromSpec, pseudoinverse
+from hasten.attention.fewer_keys.time_convolution import TimeConvolution
 from hasten.errors import UserError
 
 CONVOLVED = NystromSpec(landmarks=4, residual=5, n_heads=2)

@@ -10,7 +10,8 @@ import torch
 from conformance.mechanisms import assert_equal, gradients, inputs, make_mask
 from hasten.attention import Attention, FullAttention, Mask
 from hasten.attention.adapting import after_update
-from hasten.attention.fewer_keys.sinkhorn import Mixing, SinkhornSpec, _read_both, _weights
+from hasten.attention.fewer_keys.sinkhorn import SinkhornSpec
+from hasten.attention.fewer_keys.sinkhorn_reading import BothInTurn, Mixing
 from hasten.attention.fewer_keys.sinkhorn_sorting import gumbel, sinkhorn
 from hasten.errors import UserError
 
@@ -99,9 +100,11 @@ def test_a_sort_matrix_that_is_the_identity_reads_the_own_block():
     q, k, v = inputs(12)
     queries, keys = (x.unflatten(2, (4, 3)) for x in (q, k))
     mixing = Mixing(torch.eye(4, dtype=torch.float64).expand(2, 2, 4, 4))
-    weights = _weights(queries, torch.cat((mixing.mix(keys), keys), dim=3))
+    reading = BothInTurn(queries, mixing.mix(keys), keys, None, mixing)
     own = torch.block_diag(*[torch.ones(3, 3)] * 4).bool()[None, None]
-    assert_equal(_read_both(weights, mixing, v), FullAttention().operator(q, k, Mask(allowed=own)).apply(v))
+    expected = FullAttention().operator(q, k, Mask(allowed=own)).apply(v)
+    for each in (reading, reading.formed()):
+        assert_equal(each.read(v), expected)
 
 
 def test_a_cold_sorting_reads_one_whole_block_besides_the_own():

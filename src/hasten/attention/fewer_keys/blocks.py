@@ -67,7 +67,19 @@ def blocks(x: Float[Tensor, "B H S D"], size: int) -> Float[Tensor, "B H n size 
 
 def unblocked(x: Float[Tensor, "B H n size D"], length: int) -> Float[Tensor, "B H S D"]:
     """The first `length` tokens of blocks."""
+    if not torch.compiler.is_compiling() and length == x.shape[2] * x.shape[3]:
+        return x.flatten(2, 3)  # padding by nothing copies
     return F.pad(x.flatten(2, 3), (0, 0, 0, length - x.shape[2] * x.shape[3]))  # a slice would not be traced
+
+
+def alone(x: Float[Tensor, "B H S D"]) -> Float[Tensor, "BH 1 S D"]:
+    """Heads as sequences of their own: of these, torch's fused kernel on a CPU gives gradients that need no copying."""
+    return x.flatten(0, 1)[:, None]
+
+
+def of_heads(keys: Bool[Tensor, "#B S"], shape: torch.Size) -> Bool[Tensor, "BH S"]:
+    """A mask of keys for such heads, of queries or keys of this shape."""
+    return keys[:, None].expand(*shape[:2], -1).flatten(0, 1)
 
 
 def weigh(scores: Float[Tensor, "*rows keys"], allowed: Bool[Tensor, "*#rows #keys"]) -> Float[Tensor, "*rows keys"]:

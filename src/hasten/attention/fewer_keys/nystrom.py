@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from hasten.attention.base import Attention, Operator, Traits
-from hasten.attention.fewer_keys.blocks import Packing, identity, n_blocks, unblocked, weigh, wide
+from hasten.attention.fewer_keys.blocks import Packing, alone, identity, of_heads, weigh, wide
+from hasten.attention.fewer_keys.time_convolution import TimeConvolution
 from hasten.attention.full import FullOperator
 from hasten.attention.masks import Mask, silence
 from hasten.attention.mechanism import MechanismSpec
@@ -40,27 +40,6 @@ class NystromSpec(MechanismSpec):
         if self.residual % 2 == 0:
             raise UserError(f"nystrom attention: residual {self.residual} is even; give an odd number of tokens")
         return NystromAttention(self.landmarks, self.iterations, TimeConvolution(self.residual, self.size("n_heads")))
-
-
-class TimeConvolution(nn.Module):
-    """sum_t w_t v[i + t - kernel // 2], with one kernel w a head for all channels and zeros beyond the ends."""
-
-    def __init__(self, kernel: int, n_heads: int):
-        super().__init__()
-        self.n_heads = n_heads
-        self.weight = nn.Parameter(torch.empty(n_heads, kernel).uniform_(-1, 1) / math.sqrt(kernel))
-
-    def forward(self, v: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
-        """Convolve along time: tiles of outputs are a band matrix times what they read.
-
-        As fast as torch's convolution, which needs sixteen times the memory where one kernel serves all heads.
-        """
-        length, kernel, size = v.shape[2], self.weight.shape[1], 32
-        n, reach = n_blocks(length, size), size + kernel - 1
-        reads = F.pad(v, (0, 0, kernel // 2, n * size - length + kernel // 2)).unfold(2, reach, size)
-        # Rows of one kernel and `size` zeros, laid end to end and cut one place too early, move by one place a row.
-        band = F.pad(self.weight.to(v.dtype), (0, size)).repeat(1, size)[:, : size * reach].unflatten(1, (size, reach))
-        return unblocked(band[:, None] @ reads.transpose(-1, -2), length)
 
 
 def pseudoinverse(a: Float[Tensor, "*batch m m"], iterations: int) -> Float[Tensor, "*batch m m"]:
@@ -114,8 +93,13 @@ class NystromAttention(Attention):
             pairs = there[:, None, :, None] & there[:, None, None, :]
             scores = q_mean @ k_mean.transpose(-1, -2) / math.sqrt(q.shape[3])
             inverse = pseudoinverse(weigh(scores, pairs), self.iterations)
-        far = FullOperator(wide(q), k_mean, Mask(allowed=there[:, None, None]), 0.0)
-        near = FullOperator(q_mean, k, Mask(keys=mask.keys), 0.0)
+        if not torch.compiler.is_compiling() and mask.keys is None and k.shape[2] >= self.landmarks:
+            far_mask = Mask()  # every landmark is there, and the kernel is quicker without a mask
+        else:
+            far_mask = Mask(allowed=of_heads(there, q.shape)[:, None, None])
+        near_mask = Mask() if mask.keys is None else Mask(keys=of_heads(mask.keys, q.shape))
+        far = FullOperator(alone(wide(q)), alone(k_mean), far_mask, 0.0)
+        near = FullOperator(alone(q_mean), alone(k), near_mask, 0.0)
         return NystromOperator(far, inverse, near, self.residual, packing, q)
 
     def _means(self, x: Float[Tensor, "B H S D"], packing: Packing, mask: Mask) -> Float[Tensor, "B H m D"]:
@@ -163,7 +147,7 @@ class NystromAttention(Attention):
 
 
 class NystromOperator(Operator):
-    """far (inverse (near v)), plus a convolution of v where there is one."""
+    """far (inverse (near v)), plus a convolution of v where there is one; far and near take heads as sequences."""
 
     def __init__(
         self,
@@ -180,7 +164,8 @@ class NystromOperator(Operator):
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H S Dv"]:
         """From right to left, in float32 or wider."""
         with torch.autocast(v.device.type, enabled=False):
-            out = self.far.apply(self.inverse @ self.near.apply(wide(v)))
+            near = self.near.apply(alone(wide(v))).unflatten(0, v.shape[:2])[:, :, 0]
+            out = self.far.apply(alone(self.inverse @ near)).reshape(v.shape)
             if self.residual is not None:
                 out = out + self.packing.unpack(self.residual(self.packing.pack(wide(v))))
             return out.to(v.dtype)

@@ -1,9 +1,7 @@
 """Sinkhorn attention: blocks of keys are sorted softly, so that every query reads its own block and one more."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -12,14 +10,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
-from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, unblocked, weigh, wide
-from hasten.attention.fewer_keys.sinkhorn_sorting import ABSENT, MeanProducts, Sorting, SortNet, SortNetwork
+from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, weigh, wide
+from hasten.attention.fewer_keys.sinkhorn_reading import (
+    LEAST,
+    BothInTurn,
+    First,
+    Mixing,
+    Reading,
+    beside,
+    bias_of,
+    weigh_blocks,
+)
+from hasten.attention.fewer_keys.sinkhorn_sorting import MeanProducts, Sorting, SortNet, SortNetwork
 from hasten.attention.masks import Mask
 from hasten.attention.mechanism import MechanismSpec
 from hasten.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
-
-LEAST = 1e-30
-"""Sorted places of less mass than this are not read: divisions by it must stay finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,27 +73,6 @@ class SinkhornSpec(MechanismSpec):
         return SortNetwork(self.size("n_heads"), self.size("d_head"), self.max_blocks)
 
 
-class Mixing:
-    """Sorted blocks, place by place: sum_w sort[u, w] x[w, j] / mass[u, j], where mass counts the real tokens only.
-
-    `bias`, the log of the mass, belongs to the scores of the places; a place without mass is not read.
-    real (B or 1, n, size): where tokens are real; None: everywhere, and the mass is 1.
-    """
-
-    def __init__(self, sort: Float[Tensor, "B H u n"], real: Bool[Tensor, "#B n size"] | None = None):
-        self.sort, self.mass = sort, None
-        if real is not None:
-            mass = sort @ real.to(sort.dtype)[:, None]
-            here = mass > LEAST
-            self.mass = mass.masked_fill(~here, 1.0)
-            self.bias = self.mass.log().masked_fill(~here, ABSENT)[..., None, :]
-
-    def mix(self, x: Float[Tensor, "B H n size D"]) -> Float[Tensor, "B H u size D"]:
-        """The sorted blocks of `x`, which is zero where tokens are not real."""
-        mixed = (self.sort @ x.flatten(3)).unflatten(3, x.shape[3:])
-        return mixed if self.mass is None else mixed / self.mass[..., None]
-
-
 class SinkhornAttention(Attention):
     """softmax(q [K_u ; k_u]^T / sqrt(D)) [V_u ; v_u] for the queries of block u, with K = P k and V = P v by blocks.
 
@@ -116,14 +100,15 @@ class SinkhornAttention(Attention):
             if mask.causal:
                 mixing = Mixing(self.sorting.causal(queries, keys, packing.count))
                 begun = (torch.arange(real.shape[1], device=q.device) > 0)[:, None, None]
-                biases = _bias(begun), _bias(real[:, None, :, None] & _triangle(size, q.device))
+                bias = beside(bias_of(begun), bias_of(real[:, None, :, None] & _triangle(size, q.device)))
             elif _whole(mask, k.shape[2], size):
-                mixing, biases = Mixing(self.sorting.balanced(queries, keys, packing.count)), ()
+                mixing, bias = Mixing(self.sorting.balanced(queries, keys, packing.count)), None
             else:
                 mixing = Mixing(self.sorting.balanced(queries, keys, packing.count), real)
-                biases = mixing.bias, _bias(real[:, None, :, None])
-            weights = _weights(queries, torch.cat((mixing.mix(keys), keys), dim=3), *biases)
-        return SinkhornOperator(partial(_read_both, weights, mixing), packing, q)
+                bias = beside(mixing.bias, bias_of(real[:, None, :, None]))
+            reading = BothInTurn(queries, mixing.mix(keys), keys, bias, mixing)
+            in_turn = q.device.type == "cpu" and not torch.compiler.is_compiling()
+        return SinkhornOperator(reading if in_turn else reading.formed(), packing, q)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition, one query at a time."""
@@ -147,8 +132,9 @@ class SinkhornAttention(Attention):
             sort = weigh(self.sorting.logits(before, past), torch.arange(n_past, device=q.device) < begun[:, None])
             mixed, own, grown = _grow(state, k, sort, size)
             places = torch.arange(done // size, done // size + own.shape[2], device=q.device)
-            biases = _bias((places > 0)[:, None, None]), _bias(_triangle(size, q.device))
-            weights = _weights(blocks(F.pad(q, (0, 0, done % size, 0)), size), torch.cat((mixed, own), dim=3), *biases)
+            bias = beside(bias_of((places > 0)[:, None, None]), bias_of(_triangle(size, q.device)))
+            queries = blocks(F.pad(q, (0, 0, done % size, 0)), size)
+            weights = weigh_blocks(queries, torch.cat((mixed, own), dim=3), bias[None, None])
         return SinkhornStep(weights, sort, size), SortedKeys(grown, sums[:, :, -1:])
 
 
@@ -173,8 +159,8 @@ class SortCutAttention(Attention):
             sort = F.pad(sort, (0, 0, 0, self.cut - sort.shape[2]))  # fewer rows, or some of no mass
             mixing = Mixing(sort, _real(packing.count, keys.shape[2], size))
             bias = mixing.bias.transpose(2, 3).flatten(3)[:, :, None]
-            weights = _weights(queries[:, :, None], mixing.mix(keys).flatten(2, 3)[:, :, None], bias)
-        return SinkhornOperator(partial(_read_first, weights, mixing), packing, q)
+            weights = weigh_blocks(queries[:, :, None], mixing.mix(keys).flatten(2, 3)[:, :, None], bias)
+        return SinkhornOperator(First(weights[:, :, 0], mixing, size), packing, q)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition, one query at a time."""
@@ -211,53 +197,24 @@ def _triangle(size: int, device: torch.device) -> Bool[Tensor, "size size"]:
     return torch.ones(size, size, dtype=torch.bool, device=device).tril()
 
 
-def _bias(allowed: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, ABSENT)
-
-
-def _weights(q: Float[Tensor, "B H n T D"], keys: Float[Tensor, "B H n K D"], *biases: Tensor) -> Tensor:
-    """Softmax over keys of the scores and the biases, which follow each other along the keys.
-
-    Where all keys are absent the weights mean nothing: there all values are zero.
-    """
-    flat = q.flatten(0, 2), keys.flatten(0, 2).transpose(1, 2)
-    scores = torch.baddbmm(q.new_zeros(1, 1, 1), *flat, beta=0, alpha=1 / math.sqrt(q.shape[4]))
-    scores = scores.unflatten(0, q.shape[:3])
-    if biases:
-        scores = scores.add_(torch.cat(torch.broadcast_tensors(*biases), dim=-1).to(q.dtype))
-    return scores.softmax(-1)
-
-
 class SinkhornOperator(Operator):
-    """A reading of values given by rank, with its weights formed."""
+    """A reading of values given by rank."""
 
-    def __init__(self, read: Callable[[Tensor], Tensor], packing: Packing, like: Float[Tensor, "B H S D"]):
-        self.read, self.packing, self.like = read, packing, like
+    def __init__(self, reading: Reading, packing: Packing, like: Float[Tensor, "B H S D"]):
+        self.reading, self.packing, self.like = reading, packing, like
 
     def apply(self, v: Float[Tensor, "B H S Dv"]) -> Float[Tensor, "B H S Dv"]:
         """Mix the blocks of the values as those of the keys, and read, in float32 or wider."""
         with torch.autocast(v.device.type, enabled=False):
-            return self.packing.unpack(self.read(self.packing.pack(wide(v)))).to(v.dtype)
+            return self.packing.unpack(self.reading.read(self.packing.pack(wide(v)))).to(v.dtype)
 
     def dense(self) -> Float[Tensor, "B H S S"]:
         """The map of single tokens."""
         return self.apply(identity(self.like, self.like.shape[2]))
 
     def materialised(self) -> "SinkhornOperator":
-        """Already formed."""
-        return self
-
-
-def _read_both(weights: Tensor, mixing: Mixing, v: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
-    """With weights (B, H, n, size, 2 size) of the mixed and the own block."""
-    own = blocks(v, weights.shape[3])
-    return unblocked(weights @ torch.cat((mixing.mix(own), own), dim=3), v.shape[2])
-
-
-def _read_first(weights: Tensor, mixing: Mixing, v: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
-    """With weights (B, H, 1, S, cut size) of the first sorted blocks."""
-    mixed = mixing.mix(blocks(v, weights.shape[4] // mixing.sort.shape[2]))
-    return weights[:, :, 0] @ mixed.flatten(2, 3)
+        """The weights of blocks, formed."""
+        return SinkhornOperator(self.reading.formed(), self.packing, self.like)
 
 
 @dataclass(frozen=True)
