@@ -1,13 +1,16 @@
 """Tiles over tokens sorted by bucket: whole chunks, or a band of the last few members of a bucket."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention.clustering.gathered import Tiles, at
+from hasten.attention.clustering import gathered
+from hasten.attention.clustering.gathered import Tile, Tiles, at, flat
 
 PENALTY = -1e9  # of a token's score with itself where it is a last resort: beyond any score, within the forbidden
 _TILE = 64  # rows of a tile where the definition leaves them open
@@ -73,17 +76,16 @@ class Bands(Tiles):
         length = buckets.shape[3]
         if real is not None:
             buckets = buckets.masked_fill(~real[:, None], n_buckets)
-        buckets = buckets.flatten(1, 2)
         order = buckets.argsort(dim=-1, stable=True)
         every = torch.arange(length, device=order.device)
-        rank = torch.empty_like(order).scatter_(2, order, every.expand_as(order))
+        rank = torch.empty_like(order).scatter_(3, order, every.expand_as(order))
         codes = rule.codes(rank, buckets).to(dtype)
         if real is not None:
             codes = codes.masked_fill(buckets == n_buckets, _NOBODY)
-        self._codes = F.pad(codes, (0, 1), value=_NOBODY).flatten(1)
+        self._codes = [flat(code, _NOBODY) for code in codes]
         self._span, self._causal, self.own = rule.span, causal, own
-        self._ages = -torch.arange(length + 1, device=order.device, dtype=dtype).repeat(order.shape[1])
-        self._tile(order, rule.tile, rule.back)
+        self._ages = flat(-every.to(dtype).expand(order.shape[1:]))
+        self._tile(order.flatten(1, 2), rule.tile, rule.back)
 
     def _tile(self, order: Int[Tensor, "rounds S N"], tile: int, back: int) -> None:
         """Cut the sorted tokens into tiles; beyond both ends stands the idle row."""
@@ -94,25 +96,28 @@ class Bands(Tiles):
         self._back = back
         # A traced program is for all lengths only where there are two tiles or more: the last may be idle.
         n_tiles = (length + tile - 1) // tile + int(traced)
+        idle = sheets * length
+        rows = order + torch.arange(sheets, device=order.device)[:, None] * length
         # A value of padding that depends on the length would be baked into an exported program: it is zero here.
-        padded = F.pad(order - length, (back, n_tiles * tile - length)) + length
-        padded = padded + torch.arange(sheets, device=order.device)[:, None] * (length + 1)
+        padded = F.pad(rows - idle, (back, n_tiles * tile - length)) + idle
         window = torch.arange(n_tiles, device=order.device)[:, None] * tile
         window = window + torch.arange(back + tile, device=order.device)
-        self._keys = padded[:, :, window].flatten(1, 2)
-        self.queries, self.n_keys, self.disjoint = self._keys[:, :, back:], back + tile, sheets * n_tiles
+        self._cols = padded[:, :, window].flatten(1, 2)
+        self._few = max(1, gathered.GROUP // (tile * (back + tile))) if gathered.split(order.device) else None
 
-    def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
-        """The tokens before the queries in order, and these."""
-        return self._keys[turn, part]
+    def parts(self) -> Iterator[Tile]:
+        """Round by round; the keys of a tile are the tokens before its queries in order, and these."""
+        for turn, tiles in enumerate(self._cols):
+            for cols in (tiles,) if self._few is None else tiles.split(self._few):
+                rows = cols[:, self._back :]
+                yield Tile(rows, cols, partial(self._forbidden, turn, rows, cols))
 
-    def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
+    def _forbidden(self, turn: int, rows: Int[Tensor, "p I"], cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
         """Outside of the span, in an earlier round's span, later, or the token itself.
 
         Codes and ages are whole numbers, so what is to be positive is at least 1/2. Arithmetic on them is several
         times faster on a CPU than comparisons and truth values.
         """
-        rows = self.queries[turn, part]
         middle = (self._span - 1) / 2
         out = self._distances(turn, rows, cols, middle).sub_(middle).relu_()
         for earlier in range(turn):

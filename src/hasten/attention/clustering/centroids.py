@@ -54,21 +54,22 @@ class Centroids(Adapting):
         """
         if not (self.training and torch.is_grad_enabled()):
             return ()
-        total = torch.zeros((), device=real.device)
         with torch.autocast(real.device.type, enabled=False):
-            for x, cluster in tokens:
-                unit, heads = x / math.sqrt(x.shape[3]), torch.arange(x.shape[1], device=x.device)[:, None]
-                self._collect(unit, cluster, real)
-                distance = (unit - self.of(x)[heads, cluster]).square().sum(-1)
-                total = total + (distance * real[:, None]).sum()
+            distances = [self._collected(x, cluster, real) for x, cluster in tokens]
         count = real.sum() * (len(tokens) * tokens[0][0].shape[1])
-        return (LossTerm(total, count, self.commitment),) if self.commitment else ()
+        return (LossTerm(torch.stack(distances).sum(), count, self.commitment),) if self.commitment else ()
 
-    @torch.no_grad()
-    def _collect(self, x: Float[Tensor, "B H N D"], cluster: Int[Tensor, "B H N"], real: Bool[Tensor, "B N"]) -> None:
-        chosen = F.one_hot(cluster, self.clusters).to(x.dtype) * real[:, None, :, None]
-        self.sums += torch.einsum("bhnc,bhnd->hcd", chosen, x).to(self.sums.dtype)
-        self.counts += chosen.sum((0, 2)).to(self.counts.dtype)
+    def _collected(
+        self, x: Float[Tensor, "B H N D"], cluster: Int[Tensor, "B H N"], real: Bool[Tensor, "B N"]
+    ) -> Float[Tensor, ""]:
+        """Sum of the squared distances, from the sums of every cluster: |x|^2 + |mu|^2 - 2 x . mu. Padding is zero."""
+        chosen = x.new_zeros(*cluster.shape[:2], self.clusters, cluster.shape[2])
+        chosen.scatter_(2, cluster[:, :, None], real.to(x.dtype)[:, None, None].expand_as(cluster[:, :, None]))
+        counts, sums = chosen.sum((0, 3)), (chosen @ x).sum(0) / math.sqrt(x.shape[3])
+        self.sums += sums.detach().to(self.sums.dtype)
+        self.counts += counts.to(self.counts.dtype)
+        mu = self.of(x)
+        return x.square().sum() / x.shape[3] + (counts * mu.square().sum(-1) - 2 * (sums * mu).sum(-1)).sum()
 
     @torch.no_grad()
     def after_update(self) -> None:

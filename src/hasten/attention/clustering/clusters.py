@@ -1,13 +1,17 @@
 """Tiles over clusters: whoever asks a cluster reads all of its members, and a token may ask several."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention.clustering.gathered import FORBIDDEN, Tiles, at
+from hasten.attention.clustering import gathered
+from hasten.attention.clustering.gathered import FORBIDDEN, Tile, Tiles, at, flat
 
-_TILE_BITS = 6  # a tile has 64 queries
+_TILE_BITS = 6  # a traced tile has 64 queries
+_MOST = 128  # queries of a piece
 _BITS = 31  # of a word for clusters
 _IDLE = -(1 << 31)  # and the sign, which idle rows have joined and everybody asked before
 
@@ -16,7 +20,8 @@ class Clusters(Tiles):
     """Token i reads itself and the members j of every cluster that it asks; with `causal`, those up to itself.
 
     asks and members (B, H, clusters, N); no cluster has more than `most` members. A pair of several clusters counts in
-    the first of them. Queries of a cluster, by position, fill tiles of 64; all its members are the keys of each.
+    the first of them. A tile is a piece of the queries of a cluster, by position, with all its members as keys, or, if
+    `causal`, with those up to the last query.
     """
 
     def __init__(
@@ -28,30 +33,84 @@ class Clusters(Tiles):
         causal: bool,
         dtype: torch.dtype,
     ):
-        asks, members = asks.flatten(0, 1), members.flatten(0, 1)
-        sheets, n_clusters, length = asks.shape
-        sheet = torch.arange(sheets, device=asks.device)
-        first = (sheet * (length + 1)).repeat_interleave(n_clusters)[:, None]
-        flat = members.flatten(0, 1)
-        self.n_keys, self._members = most, _compacted(flat, flat.cumsum(-1) - 1, most, length) + first
-        queries, owner = _filled(asks, most)
-        # A tile has a query once: tiles of the same number, one of each sheet, are disjoint.
-        self.disjoint, n_tiles = sheets, owner.shape[0]
-        self.queries = (queries + sheet.repeat(n_tiles)[:, None] * (length + 1))[None]
-        self._owner = (owner + sheet * n_clusters).flatten()
-        self._dtype, self.own = dtype, FORBIDDEN * F.pad((asks & members).any(1), (0, 1)).flatten().to(dtype)
-        self._ages = -torch.arange(length + 1, device=asks.device, dtype=dtype).repeat(sheets) if causal else None
+        batch, heads, n_clusters, length = asks.shape
+        sheets = batch * heads
+        self._dtype, self.own = dtype, FORBIDDEN * flat(any_cluster(asks & members)).to(dtype)
+        ages = -torch.arange(length, device=asks.device, dtype=dtype)
+        self._ages = flat(ages.expand(batch, heads, length)) if causal else None
         earlier = torch.ones(n_clusters, n_clusters, dtype=torch.bool, device=asks.device).triu(1)
         self._asked, self._joined = _words(asks, 0), _words(members, _IDLE)
-        self._earlier = [word[:-1].repeat(sheets) for word in _words(earlier[None], 0)]
+        self._earlier = [word[:-1].repeat(sheets) for word in _words(earlier[None, None], 0)]
+        asks, members = asks.flatten(0, 1), members.flatten(0, 1)
+        self._cut(asks, members, most) if gathered.split(asks.device) else self._fill(asks, members, most)
 
-    def keys(self, turn: int, part: slice) -> Int[Tensor, "p J"]:
-        """The members of their clusters."""
-        return self._members.index_select(0, self._owner[part])
+    def _cut(self, asks: Bool[Tensor, "S clusters N"], members: Bool[Tensor, "S clusters N"], most: int) -> None:
+        """Cut the queries of every cluster into even pieces; those of like size stand together."""
+        queries, n_queries = _listed(asks)
+        keys, n_keys = _listed(members)
+        idle = len(asks) * asks.shape[2]
+        self._members = _table(keys, n_keys, idle, most)
+        n_pieces = (n_queries + _MOST - 1) // _MOST
+        owner = torch.arange(len(n_keys)).repeat_interleave(n_pieces)
+        number = torch.arange(len(owner)) - (n_pieces.cumsum(0) - n_pieces)[owner]
+        first, end = ((number + i) * n_queries[owner] // n_pieces[owner] for i in (0, 1))
+        size, n_read = end - first, n_keys[owner]
+        if self._ages is not None:
+            last = queries[(n_queries.cumsum(0) - n_queries)[owner] + end - 1]
+            n_read = (self._members[owner] <= last[:, None]).sum(1).clamp_min(1)
+        self._queries = _table(queries, size, idle, _MOST)
+        # Sheet by sheet, so that their rows stay in the caches.
+        order = ((owner // asks.shape[1] * most + (n_read + 31) // 32) * (_MOST + 1) + size).argsort()
+        self._owner, self._queries = owner[order], self._queries[order]
+        self._sizes = list(zip(size[order].tolist(), n_read[order].tolist(), strict=True))
 
-    def forbidden(self, turn: int, part: slice, cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
+    def _fill(self, asks: Bool[Tensor, "S clusters N"], members: Bool[Tensor, "S clusters N"], most: int) -> None:
+        """Tiles of 64 queries of one cluster, so many that they suffice whatever the clusters are."""
+        sheets, n_clusters, length = asks.shape
+        size, idle = 1 << _TILE_BITS, sheets * length
+        sheet = torch.arange(sheets, device=asks.device)
+        rows = torch.arange(idle, device=asks.device).view(sheets, 1, length) - idle
+        flattened = members.flatten(0, 1)
+        rows = rows.expand(asks.shape)
+        self._members = _compacted(flattened, flattened.cumsum(-1) - 1, rows.flatten(0, 1), most) + idle
+        n_tiles = (asks.sum(-1) + size - 1) // size
+        ends = n_tiles.cumsum(-1)
+        # For all lengths: a query is a member of its clusters or asks only one, and there are at least two tiles.
+        total = (n_clusters * most + length) // size + n_clusters + 1
+        places = asks.cumsum(-1) - 1
+        places = (places & (size - 1)) * total + (places >> _TILE_BITS) + (ends - n_tiles)[..., None]
+        queries = _compacted(asks.flatten(1), places.flatten(1), rows.flatten(1), size * total) + idle
+        # Slots before tiles: of this order torch can tell that it fits for all lengths.
+        self._queries = queries.unflatten(1, (size, total)).permute(2, 0, 1).flatten(0, 1)
+        owner = (ends <= torch.arange(total, device=asks.device)[:, None, None]).sum(-1).clamp(max=n_clusters - 1)
+        self._owner, self._sizes = (owner + sheet * n_clusters).flatten(), None
+
+    def parts(self) -> Iterator[Tile]:
+        """Cluster by cluster where all come at once, else by size."""
+        if self._sizes is None:
+            yield self._tile(slice(None), None, None)
+            return
+        start, sizes = 0, self._sizes
+        while start < len(sizes):
+            n_queries, n_keys, stop = *sizes[start], start + 1
+            while stop < len(sizes):
+                wider, longer = max(n_queries, sizes[stop][0]), max(n_keys, sizes[stop][1])
+                if (stop + 1 - start) * wider * longer > gathered.GROUP:
+                    break
+                n_queries, n_keys, stop = wider, longer, stop + 1
+            yield self._tile(slice(start, stop), n_queries, n_keys)
+            start = stop
+
+    def _tile(self, part: slice, n_queries: int | None, n_keys: int | None) -> Tile:
+        owner, rows = self._owner[part], self._queries[part, :n_queries]
+        cols = self._members.index_select(0, owner)[:, :n_keys]
+        return Tile(rows, cols, partial(self._forbidden, rows, cols, owner))
+
+    def _forbidden(
+        self, rows: Int[Tensor, "p I"], cols: Int[Tensor, "p J"], owner: Int[Tensor, "p"]
+    ) -> Float[Tensor, "p I J"]:
         """Idle and later rows, and pairs that have an earlier cluster in common."""
-        rows, owner, out = self.queries[turn, part], self._owner[part], None
+        out = None
         for asked, joined, earlier in zip(self._asked, self._joined, self._earlier, strict=True):
             before = at(asked, rows) & at(earlier, owner)[:, None] | _IDLE
             common = (before[:, :, None] & at(joined, cols)[:, None, :]).to(self._dtype).abs_()
@@ -62,38 +121,37 @@ class Clusters(Tiles):
         return out
 
 
-def _filled(asks: Bool[Tensor, "S clusters N"], most: int) -> tuple[Int[Tensor, "TS I"], Int[Tensor, "T S"]]:
-    """Tiles of queries of one cluster each, and their clusters; tile by tile, and sheet by sheet in each."""
-    n_clusters, length = asks.shape[1:]
-    traced = torch.compiler.is_compiling()
-    bits = _TILE_BITS if traced else min(_TILE_BITS, (length - 1).bit_length())
-    size = 1 << bits
-    n_tiles = (asks.sum(-1) + size - 1) // size
-    ends = n_tiles.cumsum(-1)
-    # For all lengths: a query is a member of its clusters or asks only one, and there are at least two tiles.
-    total = (n_clusters * most + length) // size + n_clusters + 1 if traced else max(ends[:, -1].tolist(), default=0)
-    places = asks.cumsum(-1) - 1
-    places = (places & (size - 1)) * total + (places >> bits) + (ends - n_tiles)[..., None]
-    queries = _compacted(asks.flatten(1), places.flatten(1), size * total, length)
-    # Slots before tiles: of this order torch can tell that it fits for all lengths.
-    queries = queries.unflatten(1, (size, total)).permute(2, 0, 1).flatten(0, 1)
-    owner = (ends <= torch.arange(total, device=asks.device)[:, None, None]).sum(-1)
-    return queries, owner.clamp(max=n_clusters - 1)
+def _listed(chosen: Bool[Tensor, "S clusters N"]) -> tuple[Int[Tensor, "n"], Int[Tensor, "Sc"]]:
+    """The rows chosen by every cluster, one after another, and how many each has."""
+    sheet, _, position = chosen.nonzero().unbind(1)
+    return sheet * chosen.shape[2] + position, chosen.sum(-1).flatten()
 
 
-def _compacted(chosen: Bool[Tensor, "*S M"], places: Int[Tensor, "*S M"], size: int, length: int) -> Tensor:
-    """The position (index modulo `length`) of everything chosen, at its place; elsewhere `length`: (*S, size)."""
-    positions = torch.arange(chosen.shape[-1], device=chosen.device) % length - length
+def _table(listed: Int[Tensor, "n"], sizes: Int[Tensor, "p"], idle: int, width: int) -> Int[Tensor, "p width"]:
+    """A list cut into lines of these sizes, filled up with idle rows."""
+    slots = torch.arange(width) < sizes[:, None]
+    return torch.full(slots.shape, idle).masked_scatter_(slots, listed)
+
+
+def _compacted(
+    chosen: Bool[Tensor, "*S M"], places: Int[Tensor, "*S M"], rows: Int[Tensor, "*S M"], size: int
+) -> Tensor:
+    """The rows of everything chosen, at its place; elsewhere 0: (*S, size)."""
     out = torch.zeros(*chosen.shape[:-1], size + 1, dtype=torch.long, device=chosen.device)
     # What is not chosen goes to a place of its own, which is cut off.
-    return out.scatter(-1, places.masked_fill(~chosen, size), positions.expand(chosen.shape))[..., :-1] + length
+    return out.scatter(-1, places.masked_fill(~chosen, size), rows)[..., :-1]
 
 
-def _words(chosen: Bool[Tensor, "S clusters N"], idle: int) -> list[Int[Tensor, "R"]]:
+def any_cluster(chosen: Bool[Tensor, "B H clusters N"]) -> Bool[Tensor, "B H N"]:
+    """Whether any cluster did. As bytes: over truth values torch does not vectorise."""
+    return chosen.view(torch.uint8).amax(2).bool()
+
+
+def _words(chosen: Bool[Tensor, "B H clusters N"], idle: int) -> list[Int[Tensor, "R"]]:
     """For every row, the clusters that chose it, as bits; idle rows are given. The last is earlier than none."""
     words = []
-    for start in range(0, max(chosen.shape[1] - 1, 1), _BITS):
-        some = chosen[:, start : start + _BITS].int()
-        bits = torch.tensor([1 << bit for bit in range(some.shape[1])], dtype=torch.int32, device=some.device)
-        words.append(F.pad((some * bits[:, None]).sum(1, dtype=torch.int32), (0, 1), value=idle).flatten())
+    for start in range(0, max(chosen.shape[2] - 1, 1), _BITS):
+        some = chosen[:, :, start : start + _BITS].int()
+        bits = torch.tensor([1 << bit for bit in range(some.shape[2])], dtype=torch.int32, device=some.device)
+        words.append(flat((some * bits[:, None]).sum(2, dtype=torch.int32), idle))
     return words

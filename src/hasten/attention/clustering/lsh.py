@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten.attention.adapting import Drawn, numbers
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
 from hasten.attention.clustering.bands import PENALTY, Bands, Chunks, Recent, Rule
-from hasten.attention.clustering.gathered import TileOperator, widened
+from hasten.attention.clustering.gathered import Merged, TileOperator, widened
 from hasten.attention.clustering.rings import Members, RingStep
 from hasten.attention.masks import Mask, silence
 from hasten.attention.mechanism import MechanismSpec
@@ -240,7 +240,7 @@ def _banded(
     dtype: torch.dtype,
 ) -> TileOperator:
     tiles = Bands(buckets, n_buckets, mask.keys, rule=rule, causal=mask.causal, own=PENALTY, dtype=x.dtype)
-    return TileOperator(x, unit(x), tiles, mask.keys, dtype)
+    return TileOperator(x, unit(x), tiles, mask.keys, dtype, Merged)
 
 
 def _defined(

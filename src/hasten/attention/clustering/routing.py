@@ -7,14 +7,15 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
 from hasten.attention.clustering.bands import Bands, Recent
 from hasten.attention.clustering.centroids import Centroids
-from hasten.attention.clustering.clusters import Clusters
-from hasten.attention.clustering.gathered import TileOperator, widened
+from hasten.attention.clustering.clusters import Clusters, any_cluster
+from hasten.attention.clustering.gathered import Bounded, TileOperator, widened
+from hasten.attention.clustering.nearest import nearest
 from hasten.attention.clustering.rings import Members, RingStep
 from hasten.attention.masks import Mask, silence
 from hasten.attention.mechanism import MechanismSpec
@@ -103,21 +104,17 @@ class RoutingAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Operator:
         """Cluster by cluster."""
         self.check(q, k, mask)
-        shared, real, x = self.traits.shared_qk, _real(q, mask), _on_sphere(q, mask)
-        near_x = self.centroids.nearness(x)
-        asks, most = self._members(near_x, real)
-        y, members, learnt = x, asks, [(x, near_x.argmax(-1))]
-        if not shared:
+        x, real, most = _on_sphere(q, mask), _real(q, mask), self._most(q.shape[2])
+        asks, closest = self._clusters(x, mask.keys, most)
+        y, members, learnt = x, asks, [(x, closest)]
+        if not self.traits.shared_qk:
             y = _on_sphere(k, mask)
-            near_y = self.centroids.nearness(y)
-            members, _ = self._members(near_y, real)
-            learnt.append((y, near_y.argmax(-1)))
-        left_out = real[:, None] & ~asks.any(2)
-        nearest = F.one_hot(learnt[0][1], self.centroids.clusters).bool().transpose(2, 3)
-        asks = asks | nearest & left_out[:, :, None]
-        operator = TileOperator(
-            x, y, Clusters(asks, members, most, causal=mask.causal, dtype=x.dtype), mask.keys, q.dtype
-        )
+            members, closest_y = self._clusters(y, mask.keys, most)
+            learnt.append((y, closest_y))
+        closest, left_out = closest[:, :, None], (real[:, None] & ~any_cluster(asks))[:, :, None]
+        asks = asks.scatter(2, closest, asks.gather(2, closest) | left_out)
+        tiles = Clusters(asks, members, most, causal=mask.causal, dtype=x.dtype)
+        operator = TileOperator(x, y, tiles, mask.keys, q.dtype, Bounded)
         operator.losses = self.centroids.learn(learnt, real)
         return operator
 
@@ -144,28 +141,20 @@ class RoutingAttention(Attention):
             seen[i].update(members[int((mu @ x[i]).argmax())])
         return seen
 
-    def _members(
-        self, nearness: Float[Tensor, "B H N clusters"], real: Bool[Tensor, "B N"]
-    ) -> tuple[Bool[Tensor, "B H clusters N"], int]:
-        """Who is among the nearest of each centroid, and how many these are at most."""
-        (length, clusters), real = nearness.shape[2:], real[:, None, None]
-        wanted = (real.sum(-1, keepdim=True) + clusters - 1) // clusters
-        most = (length + clusters - 1) // clusters
-        if self.window is not None:
-            wanted, most = torch.full_like(wanted, self.window), self.window
-        nearness = nearness.transpose(2, 3).masked_fill(~real, -math.inf)
-        if torch.compiler.is_compiling():
-            # For all lengths: at least two members, and more tokens than members.
-            most = most + 1
-            best = F.pad(nearness, (0, most), value=-math.inf).topk(most, dim=-1).values
-        else:
-            most = min(most, length)
-            best = nearness.topk(most, dim=-1).values
-        last = best.gather(-1, (wanted - 1).clamp(0, most - 1).expand(*best.shape[:3], 1))
-        nearer, equal = nearness > last, nearness == last
-        # Those equally near as the last are taken by position, whatever order topk gives them.
-        taken = nearer | equal & (equal.cumsum(-1) <= wanted - nearer.sum(-1, keepdim=True))
-        return taken & real, most
+    def _most(self, length: int) -> int:
+        """Members of a cluster."""
+        most = (length + self.centroids.clusters - 1) // self.centroids.clusters if self.window is None else self.window
+        # One more: for all lengths, a traced program has at least two members.
+        return most + 1 if torch.compiler.is_compiling() else min(most, length)
+
+    def _clusters(
+        self, x: Float[Tensor, "B H N D"], keys: Bool[Tensor, "B N"] | None, most: int
+    ) -> tuple[Bool[Tensor, "B H clusters N"], Int[Tensor, "B H N"]]:
+        """Which tokens each cluster takes, and the centroid nearest to each token."""
+        nearness, clusters = self.centroids.nearness(x), self.centroids.clusters
+        lengths = torch.full(x.shape[:1], x.shape[2], device=x.device) if keys is None else keys.sum(-1)
+        wanted = (lengths + clusters - 1) // clusters if self.window is None else torch.full_like(lengths, self.window)
+        return nearest(nearness.transpose(2, 3), keys, wanted[:, None, None, None], most), nearness.argmax(-1)
 
 
 class StrictRoutingAttention(Attention):
@@ -206,7 +195,7 @@ class StrictRoutingAttention(Attention):
             own=0.0,
             dtype=x.dtype,
         )
-        operator = TileOperator(x, x, tiles, mask.keys, q.dtype)
+        operator = TileOperator(x, x, tiles, mask.keys, q.dtype, Bounded)
         operator.losses = self.centroids.learn([(x, cluster)], _real(q, mask))
         return operator
 
