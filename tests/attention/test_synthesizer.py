@@ -5,10 +5,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.mechanisms import assert_equal, gradients, inputs
-from hasten.attention import Mask, MultiHeadAttention
+from hasten.attention import Mask, MultiHeadAttention, Place, multi_head
 from hasten.attention.synthesizer import PartName, Synthesizer, SynthesizerSpec
 from hasten.errors import UserError
 
@@ -118,7 +120,7 @@ def test_frozen_tables_are_saved_but_not_learnt(part: Any):
 )
 def test_a_layer_has_no_parameters_it_does_not_read(parts: tuple[Any, ...], projections: int, own: int):
     d_model = H * D
-    layer = MultiHeadAttention(d_model, H, build(*parts, factor=5, rank=3))
+    layer = multi_head(d_model, H, SynthesizerSpec(parts=parts, max_length=N, factor=5, rank=3))
     projected = (projections + 1) * (d_model * d_model + d_model)  # one more: the output's
     assert sum(parameter.numel() for parameter in layer.parameters()) == projected + own
 
@@ -138,6 +140,67 @@ def test_fewer_queries_are_the_last_of_their_sequence(n_queries: int, n_keys: in
         whole = attention.operator(q, k, Mask(causal=causal)).apply(v)
         last = attention.operator(q[:, :, -n_queries:], k, Mask(causal=causal)).apply(v)
         assert_equal(last, whole[:, :, -n_queries:])
+
+
+@pytest.mark.parametrize("part", ["dense", "factorised_dense"])
+def test_columns_are_as_many_as_keys_and_not_as_queries(part: Any):
+    attention = build(part, factor=5)
+    (q, _, _), (_, k, v) = inputs(3), inputs(9, seed=1)
+    operator = attention.operator(q, k, Mask())
+    scores = attention.parts[0](q, torch.zeros(2, H, N, D, dtype=torch.float64))
+    assert operator.dense().shape == (2, H, 3, 9)
+    assert_equal(operator.apply(v), scores[..., :9].softmax(-1) @ v)
+
+
+MIXTURES = (("dense",), ("factorised_dense", "random"), ("factorised_random", "dot_product"), get_args(PartName))
+
+
+@pytest.mark.parametrize("parts", MIXTURES, ids=str)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_call_gives_the_definition_and_its_gradients(parts: tuple[Any, ...], data: st.DataObject):
+    heads, width, batch = (data.draw(st.integers(1, 3)) for _ in range(3))
+    length, factor, rank = data.draw(st.integers(1, N)), data.draw(st.none() | st.integers(1, 14)), 2
+    one = SynthesizerSpec(parts=parts, max_length=N, factor=factor, rank=rank).at(Place(n_heads=heads, d_head=width))
+    attention = one.build().double().eval()
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 100)))
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    q, k, v = (torch.randn(batch, heads, length, width, generator=generator).double().requires_grad_() for _ in "qkv")
+    row = st.lists(st.booleans(), min_size=length, max_size=length)
+    keys = data.draw(st.none() | st.lists(row, min_size=batch, max_size=batch).map(torch.tensor))
+    mask = Mask(causal=data.draw(st.booleans()), keys=keys)
+    out, expected = attention.operator(q, k, mask).apply(v), attention.reference(q, k, mask) @ v
+    assert_equal(out, expected)
+    wrt = (q, k, v, *attention.parameters())
+    assert_equal(gradients(out, wrt), gradients(expected, wrt))
+
+
+@pytest.mark.parametrize("parts", MIXTURES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_of_forty_in_half_precision_are_finite(parts: tuple[Any, ...], dtype: torch.dtype):
+    attention = spec(*parts).build()
+    with torch.no_grad():
+        for parameter in attention.parts.parameters():
+            parameter.copy_(40 * parameter.sign() if parameter.ndim == 3 and parameter.shape[2] == N else parameter)
+    qkv = q, k, v = tuple((4.5 * x.detach().sign()).to(dtype).requires_grad_() for x in inputs(N))
+    for mask in (Mask(), Mask(causal=True)):
+        out = attention.operator(q, k, mask).apply(v)
+        assert out.dtype == dtype
+        assert all(x.isfinite().all() for x in (out, *gradients(out, (*qkv, *attention.parameters()))))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_it_is_built_without_storage_and_filled_later(frozen: bool):
+    one = spec("dense", "random", "factorised_random", frozen=frozen)
+    real = one.build().eval()
+    with torch.device("meta"):
+        empty = one.build().eval()
+    filled = empty.to_empty(device="cpu")
+    filled.load_state_dict(real.state_dict())
+    q, k, v = (x.float() for x in inputs(7))
+    assert torch.equal(filled.operator(q, k, Mask()).apply(v), real.operator(q, k, Mask()).apply(v))
 
 
 def test_tables_are_for_self_attention_only():

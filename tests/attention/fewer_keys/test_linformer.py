@@ -1,6 +1,7 @@
 """Linformer where the conformance suite does not reach: its matrices, who shares them, and what it must ignore."""
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from conformance.mechanisms import assert_equal, gradients, inputs, make_mask
 from hasten.attention import FullAttention, Mask
 from hasten.attention.fewer_keys.linformer import LinformerAttention, LinformerSpec
 from hasten.errors import UserError
+from hasten.nn.stack import Encoder
+from hasten.training import checkpoint
 
 PROJECTIONS = pytest.mark.parametrize("projection", ["learnt", "mean", "convolution"])
 
@@ -89,6 +92,7 @@ def test_layers_share_one_storage_and_sum_their_gradients():
     first, second = LinformerSpec(max_length=7, rank=3, sharing="layerwise").build_layers(2)
     (matrix,), (same,) = first.parameters(), second.parameters()
     assert matrix is same
+    assert first.projection.matrices[0].data_ptr() == second.projection.matrices[0].data_ptr()
 
     def loss(layer: LinformerAttention, seed: int) -> torch.Tensor:
         q, k, v = inputs(seed=seed)
@@ -118,6 +122,38 @@ def test_sharing_survives_saving():
     assert len(list(again.parameters())) == 1
     for mine, theirs in zip(layers.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def encoder(**settings) -> Encoder:
+    return Encoder(3, 8, 2, 16, 0.0, (LinformerSpec(max_length=7, rank=3, **settings),)).eval()
+
+
+@pytest.mark.parametrize(
+    ("sharing", "own"), [("none", 3 * 2 * 2 * 3 * 7), ("headwise", 3 * 2 * 3 * 7), ("key-value", 63), ("layerwise", 21)]
+)
+def test_a_stack_holds_the_matrices_of_its_sharing(sharing, own: int):
+    stack = encoder(sharing=sharing)
+    matrices = [p for name, p in stack.named_parameters() if "projection.matrices" in name]
+    assert sum(matrix.numel() for matrix in matrices) == own
+    assert sum(p.numel() for p in stack.parameters()) - own == sum(
+        p.numel() for p in encoder(projection="mean").parameters()
+    )
+
+
+def test_a_stack_that_shares_one_matrix_survives_its_file(tokenizer, tmp_path: Path):
+    (stack, again), path = (encoder(sharing="layerwise") for _ in range(2)), tmp_path / "model.safetensors"
+    x, mask = torch.randn(2, 7, 8), torch.ones(2, 7, dtype=torch.bool)
+    expected = stack(x, mask)
+    assert not torch.equal(again(x, mask), expected)
+    checkpoint.save_weights(path, stack.state_dict(), tokenizer)
+    checkpoint.fill(again, checkpoint.read_weights(path, tokenizer), "the file")
+    assert torch.equal(again(x, mask), expected)
+    pointers = {layer.self_attention.attention.projection.matrices[0].data_ptr() for layer in again.layers}
+    assert len(pointers) == 1
+    again(x, mask).square().sum().backward()
+    (matrix,) = (p for name, p in again.named_parameters() if "projection.matrices" in name)
+    assert matrix.grad is not None
+    assert matrix.grad.any()
 
 
 # Lengths and padding

@@ -3,9 +3,12 @@
 import copy
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from conformance.mechanisms import assert_equal, gradients, inputs, make_mask
 from hasten.attention import Attention, FullAttention, Mask
@@ -94,6 +97,26 @@ def test_a_single_block_is_full_attention(causal: bool, length: int):
     mask = Mask(causal=causal)
     out = SinkhornSpec(block=8).build().eval().operator(q, k, mask).apply(v)
     assert_equal(out, FullAttention().operator(q, k, mask).apply(v), 1e-13)
+
+
+def test_a_cut_that_keeps_a_single_block_is_full_attention():
+    q, k, v = inputs(8)
+    for spec in (SinkhornSpec(block=8, cut=1), SinkhornSpec(block=12, cut=3)):
+        out = spec.build().eval().operator(q, k, Mask()).apply(v)
+        assert_equal(out, FullAttention().operator(q, k, Mask()).apply(v), 1e-13)
+
+
+def test_a_cut_of_a_permutation_reads_its_first_blocks_whole():
+    q, k, v = inputs(12)
+    q = 4 * q  # permutations differ clearly
+    queries, keys = (x.unflatten(2, (4, 3)).mean(3) for x in (q, k))
+    orders = torch.tensor(list(itertools.permutations(range(4))))
+    best = orders[(queries @ keys.transpose(2, 3))[:, :, range(4), orders].sum(-1).argmax(-1)]
+    for cut in (1, 2, 4, 6):
+        attention = build(SinkhornSpec(block=3, tau=1e-3, iterations=2000, cut=cut))
+        first = torch.eye(4, dtype=torch.bool)[best[:, :, :cut]].any(2).repeat_interleave(3, dim=2)
+        expected = FullAttention().operator(q, k, Mask(allowed=first[:, :, None].expand(-1, -1, 12, -1))).apply(v)
+        assert_equal(attention.operator(q, k, Mask()).apply(v), expected, 1e-2)
 
 
 def test_a_sort_matrix_that_is_the_identity_reads_the_own_block():
@@ -231,6 +254,43 @@ def test_noise_goes_on_where_a_saved_mechanism_stopped():
     for _ in range(2):
         assert torch.equal(*(a.operator(q, k, Mask()).apply(v) for a in (again, other)))
         after_update(again), after_update(other)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_recomputed_activations_give_the_same_gradients_in_training(causal: bool):
+    attention = SETTINGS["network"].build().train()
+    q, k, v = inputs(12)
+
+    def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention.operator(q, k, Mask(causal=causal)).apply(v)
+
+    wrt = (q, k, v, *attention.parameters())
+    for _ in range(2):
+        kept, again = mixed(q, k, v), checkpoint(mixed, q, k, v, use_reentrant=False)
+        assert torch.equal(kept, again)
+        for a, b in zip(gradients(kept, wrt), gradients(again, wrt), strict=True):
+            assert torch.equal(a, b)
+        after_update(attention)
+
+
+CALL = """
+import torch
+from hasten.attention import Mask, SinkhornSpec
+from hasten.attention.adapting import after_update
+attention = SinkhornSpec(block=2, seed=3).build()
+x = torch.arange(64.0).view(1, 2, 8, 4).sin()
+for _ in range(2):
+    after_update(attention)
+out = attention.operator(x, x, Mask()).apply(x).flatten().tolist()
+"""
+
+
+def test_another_process_that_is_equally_far_has_the_same_noise():
+    here: dict = {}
+    exec(CALL, here)
+    command = [sys.executable, "-c", f"import torch; torch.manual_seed(5); exec({CALL!r}); print(out)"]
+    there = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert there == f"{here['out']}\n"
 
 
 def test_noise_has_the_distribution_of_gumbel():
