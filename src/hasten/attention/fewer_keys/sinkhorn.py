@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
 from hasten.attention.fewer_keys.blocks import Packing, blocks, identity, weigh, wide
+from hasten.attention.fewer_keys.sinkhorn_mixture import SinkhornMixture
 from hasten.attention.fewer_keys.sinkhorn_reading import (
     LEAST,
     BothInTurn,
@@ -37,6 +38,8 @@ class SinkhornSpec(MechanismSpec):
     """Tokens of a block."""
     cut: PositiveInt | None = None
     """Read, instead of own and sorted block, the first so many sorted blocks (SortCut); not causal."""
+    mixture: bool = False
+    """Add what full attention reads, at its cost."""
     tau: PositiveFloat = 0.75
     """Temperature of the sorting: the lower, the nearer to a permutation."""
     iterations: PositiveInt = 16
@@ -54,7 +57,7 @@ class SinkhornSpec(MechanismSpec):
     d_head: PositiveInt | None = None
     """Width of the heads, for the learnt network; a model sets it."""
 
-    def build(self) -> "SinkhornAttention | SortCutAttention":
+    def build(self) -> "SinkhornAttention | SortCutAttention | SinkhornMixture":
         """The mechanism this spec describes."""
         sorting = Sorting(
             self._sort(),
@@ -65,7 +68,8 @@ class SinkhornSpec(MechanismSpec):
             noise=self.noise,
             seed=self.seed,
         )
-        return SinkhornAttention(sorting) if self.cut is None else SortCutAttention(sorting, self.cut)
+        attention = SinkhornAttention(sorting) if self.cut is None else SortCutAttention(sorting, self.cut)
+        return SinkhornMixture(attention) if self.mixture else attention
 
     def _sort(self) -> SortNet:
         if self.max_blocks is None:
@@ -83,7 +87,7 @@ class SinkhornAttention(Attention):
     reads itself only. Cost O(S block + (S / block)^2 block). Decoding keeps all keys and reads 2 block of them; once a
     block it mixes all. Not offered: dropout of weights, since a key is read along two ways.
     In training noise is added to the logits, the same until `after_update(model)` moves on (`Sorting.draws` counts).
-    Source: Tay et al., 2020, sections 3 and 4. Their mixture with full attention is not offered.
+    Source: Tay et al., 2020, sections 3 and 4.
     """
 
     def __init__(self, sorting: Sorting):
