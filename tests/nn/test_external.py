@@ -46,7 +46,7 @@ def test_an_encoder_is_its_layers_over_the_tokens_and_the_sequence(spec, tokens:
     if marked is not None:
         mask = dataclasses.replace(mask, marked=torch.cat((torch.zeros(2, tokens, dtype=torch.bool), marked), 1))
     for layer in stack.layers:
-        longer = layer(longer, mask)
+        longer = layer(longer, mask)[0]
     out, expected = stack(x, MASK, marked), stack.norm(longer[:, tokens:])
     assert_equal(out[MASK], expected[MASK])
     wrt = [x, *stack.parameters()]

@@ -131,6 +131,10 @@ class StepOperator(ABC):
     def apply(self, v: Float[Tensor, "B H n Dv"], values: State | None) -> tuple[Float[Tensor, "B H n Dv"], State]:
         """Outputs for the n new positions, given their values and the value state so far (None: empty)."""
 
+    def materialised(self) -> "StepOperator":
+        """The same map with its weights computed once, where `apply` would compute them at each call."""
+        return self
+
 
 class Attention(nn.Module, ABC):
     """A mechanism. Queries (B, H, T, D) and keys (B, H, S, D) in, an operator out."""

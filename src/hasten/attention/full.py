@@ -132,6 +132,19 @@ class FullOperator(Operator):
             return (q.float() / math.sqrt(q.shape[-1])) @ k.float().transpose(-1, -2)
 
 
+class WeightsStep(StepOperator):
+    """New rows of weights, formed, for all values so far."""
+
+    def __init__(self, weights: Float[Tensor, "B H n t"]):
+        self.weights = weights
+
+    def apply(self, v: Float[Tensor, "B H n Dv"], values: State | None) -> tuple[Float[Tensor, "B H n Dv"], State]:
+        """Append the new values and mix all of them."""
+        assert values is None or isinstance(values, Cache)
+        values = Cache(v) if values is None else values.append(v)
+        return self.weights @ values.past, values
+
+
 class FullStep(StepOperator):
     """The new queries against all keys so far."""
 
@@ -142,5 +155,11 @@ class FullStep(StepOperator):
         """Append the new values and read all of them."""
         assert values is None or isinstance(values, Cache)
         values = Cache(v) if values is None else values.append(v)
-        mask = Mask(causal=self.q.shape[2] > 1)
-        return FullOperator(self.q, self.k, mask, 0.0).apply(values.past), values
+        return self._operator().apply(values.past), values
+
+    def materialised(self) -> WeightsStep:
+        """The softmax weights of the new queries."""
+        return WeightsStep(self._operator().dense())
+
+    def _operator(self) -> FullOperator:
+        return FullOperator(self.q, self.k, Mask(causal=self.q.shape[2] > 1), 0.0)

@@ -1,8 +1,9 @@
 """Multi-head attention around any mechanism, with the parameters of `torch.nn.MultiheadAttention`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from hasten.attention.base import Attention, Cache, State
+from hasten.attention.base import Attention, Cache, Operator, State, StepOperator
 from hasten.attention.losses import gather
 from hasten.attention.masks import Mask, padding, silence
 from hasten.attention.packed import attend_packed
@@ -46,6 +47,26 @@ class CrossState:
         """Batch rows by index."""
         mask = None if self.mask is None else self.mask.index_select(0, rows)
         return CrossState(self.keys.select(rows), self.values.select(rows), mask)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention leaves to its layer, and to others that share it.
+
+    output (B, T, D); context (B, T, D), the heads side by side before the output projection; the operator that made it.
+    """
+
+    output: Float[Tensor, "B T D"]
+    context: Float[Tensor, "B T D"]
+    operator: Operator | StepOperator
+
+
+def _as_it_is(operator: Any) -> Any:
+    return operator
+
+
+def _materialised(operator: Any) -> Any:
+    return operator.materialised()
 
 
 @dataclass(frozen=True)
@@ -99,6 +120,7 @@ class MultiHeadAttention(nn.Module):
                 "layer lacks; build the layer by multi_head(d_model, n_heads, attention)"
             )
         self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
+        self._form: Callable[[Any], Any] = _as_it_is
         projected = [role for role in ("query", "key", "value") if role == "value" or role in traits.needs]
         if traits.shared_qk:
             projected = ["query", "value"]
@@ -118,6 +140,16 @@ class MultiHeadAttention(nn.Module):
         self, x: Float[Tensor, "B T D"], mask: Mask = _EVERYTHING, memory: Float[Tensor, "B S D"] | None = None
     ) -> Float[Tensor, "B T D"]:
         """Self-attention over `x`, or attention from `x` over `memory`; without a mask every query reads every key."""
+        return self.attend(x, mask, memory).output
+
+    def attend(
+        self,
+        x: Float[Tensor, "B T D"],
+        mask: Mask = _EVERYTHING,
+        memory: Float[Tensor, "B S D"] | None = None,
+        carried: Attended | None = None,
+    ) -> Attended:
+        """`forward`, and what other layers can share; `carried` from another layer is not read."""
         if not isinstance(mask, Mask):
             raise TypeError(
                 f"mask is a {type(mask).__name__}; give a Mask, for example Mask(keys=mask), True = may attend"
@@ -129,7 +161,7 @@ class MultiHeadAttention(nn.Module):
             (q,), (k, v) = self._project(x, self._query), self._project(memory, self._memory)
         operator = self.attention.operator(q, k, mask)
         gather(operator.losses)
-        return self._merge(operator.apply(v))
+        return self._attended(self._form(operator), v)
 
     def packed(
         self, x: Float[Tensor, "total D"], lengths: Int[Tensor, " B"], causal: bool = False
@@ -144,10 +176,19 @@ class MultiHeadAttention(nn.Module):
 
     def step(self, x: Float[Tensor, "B n D"], state: SelfState | None) -> tuple[Float[Tensor, "B n D"], SelfState]:
         """Causal self-attention of n new positions after `state` (None: the beginning)."""
+        attended, after = self.attend_step(x, state)
+        return attended.output, after
+
+    def attend_step(
+        self, x: Float[Tensor, "B n D"], state: SelfState | None, carried: Attended | None = None
+    ) -> tuple[Attended, SelfState]:
+        """`step`, and what other layers can share."""
         q, k, v = self._project(x, self._all)
         operator, keys = self.attention.step(q, k, state.keys if state else None)
+        operator = self._form(operator)
         out, values = operator.apply(v, state.values if state else None)
-        return self._merge(out), SelfState(keys, values)
+        context = out.transpose(1, 2).flatten(2)
+        return Attended(self._out(context), context, operator), SelfState(keys, values)
 
     def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
         """Project a memory once, for many calls of `recall`; `mask` (B, S) is True on real keys."""
@@ -158,9 +199,20 @@ class MultiHeadAttention(nn.Module):
 
     def recall(self, x: Float[Tensor, "B n D"], memory: CrossState) -> Float[Tensor, "B n D"]:
         """Attention from `x` over a remembered memory."""
+        return self.attend_memory(x, memory).output
+
+    def attend_memory(
+        self, x: Float[Tensor, "B n D"], memory: CrossState, carried: Attended | None = None
+    ) -> Attended:
+        """`recall`, and what other layers can share."""
         (q,) = self._project(x, self._query)
         mask = Mask(keys=memory.mask, silent=True)
-        return self._merge(self.attention.operator(q, memory.keys.past, mask).apply(memory.values.past))
+        operator = self._form(self.attention.operator(q, memory.keys.past, mask))
+        return self._attended(operator, memory.values.past)
+
+    def lead(self) -> None:
+        """Let other layers apply this one's weights: they are computed once, then, and never dropped."""
+        self._form = _materialised
 
     def _check_memory(self) -> None:
         if not self.attention.traits.cross:
@@ -181,6 +233,13 @@ class MultiHeadAttention(nn.Module):
         parts = (*y.unbind(0), x.view(batch, length, self.n_heads, d_head).transpose(1, 2))
         return tuple(parts[i] for i in rows.picked)
 
+    def _attended(self, operator: Operator, v: Float[Tensor, "B H S d"]) -> Attended:
+        context = operator.apply(v).transpose(1, 2).flatten(2)
+        return Attended(self._out(context), context, operator)
+
     def _merge(self, out: Float[Tensor, "B H T d"]) -> Float[Tensor, "B T D"]:
+        return self._out(out.transpose(1, 2).flatten(2))
+
+    def _out(self, context: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         # A function, since a module call costs as much as the arithmetic of one decoding step.
-        return F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        return F.linear(context, self.out_proj.weight, self.out_proj.bias)

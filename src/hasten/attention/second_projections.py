@@ -12,7 +12,7 @@ from hasten.attention.base import Attention
 from hasten.attention.full import FullAttention
 from hasten.attention.masks import Mask, padding, silence
 from hasten.attention.mechanism import MechanismSpec, Place
-from hasten.attention.multihead import CrossState, MultiHeadAttention, SelfState, cut
+from hasten.attention.multihead import Attended, CrossState, MultiHeadAttention, SelfState, cut
 from hasten.attention.packed import unpack
 from hasten.attention.patterns.algebra import Causal, walk
 from hasten.attention.patterns.attention import PatternAttention, PatternOperator
@@ -77,19 +77,28 @@ class SecondProjections(MultiHeadAttention):
             if self.second_proj_bias is not None and self.in_proj_bias is not None:
                 self.second_proj_bias.copy_(self.in_proj_bias)
 
-    def forward(
-        self, x: Float[Tensor, "B T D"], mask: Mask = _EVERYTHING, memory: Float[Tensor, "B S D"] | None = None
-    ) -> Float[Tensor, "B T D"]:
+    def attend(
+        self,
+        x: Float[Tensor, "B T D"],
+        mask: Mask = _EVERYTHING,
+        memory: Float[Tensor, "B S D"] | None = None,
+        carried: Attended | None = None,
+    ) -> Attended:
         """Self-attention over `x`; without a mask every token is real and none is marked."""
         if memory is not None:
             raise UserError("second projections are for self-attention; leave out memory")
         if not isinstance(mask, Mask):
             raise TypeError(f"mask is a {type(mask).__name__}; give a Mask, for example Mask(keys=mask)")
         q, k, v = self._project(x, self._all)
-        out = self.attention.operator(q, k, mask).apply(v)
+        operator = self.attention.operator(q, k, mask)
         is_global = self.is_global(x, mask)
         rows = self._global_rows(x, is_global, mask)
-        return self._merge(torch.where(is_global[:, None, :, None], rows, out))
+        context = torch.where(is_global[:, None, :, None], rows, operator.apply(v)).transpose(1, 2).flatten(2)
+        return Attended(self._out(context), context, operator)
+
+    def lead(self) -> None:
+        """Refused: global tokens do not read by the weights of the operator."""
+        raise UserError("weights of a layer with second projections cannot be shared: its global tokens have others")
 
     def is_global(self, x: Float[Tensor, "B T D"], mask: Mask) -> Bool[Tensor, "B T"]:
         """Which tokens read everything: the first real ones, and the real ones among those marked."""
@@ -129,7 +138,9 @@ class SecondProjections(MultiHeadAttention):
         padded, keys = unpack(x, lengths)
         return self.forward(padded, Mask(causal=causal, keys=padding(keys).keys))[keys]
 
-    def step(self, x: Float[Tensor, "B n D"], state: SelfState | None) -> tuple[Float[Tensor, "B n D"], SecondState]:
+    def attend_step(
+        self, x: Float[Tensor, "B n D"], state: SelfState | None, carried: Attended | None = None
+    ) -> tuple[Attended, SecondState]:
         """Causal self-attention of n new positions after `state` (None: the beginning)."""
         assert state is None or isinstance(state, SecondState)
         q, k, v = self._project(x, self._all)
@@ -141,7 +152,9 @@ class SecondProjections(MultiHeadAttention):
             rows, second = self._second_step(x[:, : self.first - now], second)
             out = torch.cat((rows, out[:, :, rows.shape[2] :]), 2)
         now += x.shape[1]
-        return self._merge(out), SecondState(keys, values, second if now < self.first else None, now)
+        context = out.transpose(1, 2).flatten(2)
+        after = SecondState(keys, values, second if now < self.first else None, now)
+        return Attended(self._out(context), context, operator), after
 
     def _second_step(self, x: Tensor, state: SelfState | None) -> tuple[Tensor, SelfState]:
         q, k, v = self._heads(x, 0, 3)

@@ -18,6 +18,7 @@ from hasten.nn.dropout import Dropout
 from hasten.nn.layers import DecoderLayerState
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.positions import Sinusoids
+from hasten.nn.sharing import Shared
 from hasten.nn.stack import Decoder, Encoder
 
 DecoderState = tuple[DecoderLayerState, ...]
@@ -50,6 +51,15 @@ class AutoregressiveSpec(Spec):
     cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
     """The decoder's attention over the source: one spec for all layers, or one per layer."""
 
+    encoder_sharing: tuple[PositiveInt, ...] = ()
+    """For each encoder layer, from 1, the layer whose attention weights it uses; empty: every layer its own."""
+    decoder_sharing: tuple[PositiveInt, ...] = ()
+    """The same for the decoder's self-attention."""
+    cross_sharing: tuple[PositiveInt, ...] = ()
+    """The same for the decoder's attention over the source, of which `shared_of_cross` is shared."""
+    shared_of_cross: Shared = "output"
+    """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
+
     def build(self, vocab_size: int) -> "Autoregressive":
         """A model with fresh weights."""
         return Autoregressive(self, vocab_size)
@@ -74,8 +84,10 @@ class Autoregressive(GenerationModel):
         self.positions = Sinusoids(spec.d_model)
         self.dropout = Dropout(spec.dropout)
         shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention)
-        self.decoder = Decoder(spec.decoder_layers, *shape, spec.decoder_attention, spec.cross_attention)
+        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
+        kinds = (spec.decoder_attention, spec.cross_attention)
+        sharing = (spec.decoder_sharing, spec.cross_sharing, spec.shared_of_cross)
+        self.decoder = Decoder(spec.decoder_layers, *shape, *kinds, *sharing)
         # Either side has one symbol more: the end of the source, the beginning of the target.
         limits = (self.encoder.longest, self.decoder.longest_memory, self.decoder.longest)
         self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)

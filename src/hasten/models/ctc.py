@@ -56,6 +56,11 @@ class CTCSpec(Spec):
     refiner_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
     """Self-attention at the upsampled length: one spec for all layers, or one per layer."""
 
+    encoder_sharing: tuple[PositiveInt, ...] = ()
+    """For each layer at the source's length, from 1, the layer whose attention weights it uses; empty: its own."""
+    refiner_sharing: tuple[PositiveInt, ...] = ()
+    """The same for the layers at the upsampled length."""
+
     def build(self, vocab_size: int) -> "CTC":
         """A model with fresh weights."""
         return CTC(self, vocab_size)
@@ -82,14 +87,16 @@ class CTC(GenerationModel):
         self.positions = Sinusoids(spec.d_model)
         self.dropout = Dropout(spec.dropout)
         shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention)
+        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
         self.upsample = nn.Linear(spec.d_model, spec.upsample * spec.d_model)
         # Frames begin as slightly different copies of their source state: a given encoder is of use at once.
         copies = torch.eye(spec.d_model).repeat(spec.upsample, 1)
         nn.init.normal_(self.upsample.weight, std=0.02)
         self.upsample.weight.data += copies
         nn.init.zeros_(self.upsample.bias)
-        self.refiner = Encoder(spec.refiner_layers, *shape, spec.refiner_attention)
+        self.refiner = Encoder(
+            spec.refiner_layers, *shape, spec.refiner_attention, spec.refiner_sharing, name="refiner"
+        )
         frames = None if self.refiner.longest is None else self.refiner.longest // spec.upsample
         limits = (self.encoder.longest, frames)
         self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)

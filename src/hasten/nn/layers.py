@@ -1,16 +1,18 @@
 """Pre-norm Transformer layers. Source: Vaswani et al., 2017; pre-norm as in Xiong et al., 2020."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hasten.attention.base import Attention
+from hasten.attention.base import State
 from hasten.attention.masks import Mask
-from hasten.attention.multihead import CrossState, SelfState
-from hasten.attention.second_projections import multi_head
+from hasten.attention.multihead import Attended
 from hasten.nn.dropout import Dropout
+from hasten.nn.following import ReuseContext, ReuseOutput
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -41,28 +43,35 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward network, each normalised before and added to its input."""
+    """Self-attention and a feed-forward network, each normalised before and added to its input.
 
-    def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float, attention: Attention):
+    Attention is a `MultiHeadAttention`, or what reuses that of another layer: calls hand over what this other layer
+    left (`carried`) and give back what this one leaves.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, dropout: float, self_attention: nn.Module):
         super().__init__()
-        self.self_attention = multi_head(d_model, n_heads, attention)
+        self.self_attention: Any = self_attention
         self.self_norm = nn.LayerNorm(d_model)
         self.feed_forward = FeedForward(d_model, d_ff, dropout)
         self.feed_forward_norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Float[Tensor, "B T D"], mask: Mask) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], mask: Mask, carried: Attended | None = None
+    ) -> tuple[Float[Tensor, "B T D"], Attended]:
         """One layer over the whole sequence."""
-        x = add(x, self.dropout(self.self_attention(self.self_norm(x), mask)))
-        return add(x, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
+        attended = self.self_attention.attend(self.self_norm(x), mask, None, carried)
+        x = add(x, self.dropout(attended.output))
+        return add(x, self.dropout(self.feed_forward(self.feed_forward_norm(x)))), attended
 
 
 @dataclass(frozen=True)
 class DecoderLayerState:
-    """What a decoder layer carries from step to step."""
+    """What a decoder layer carries from step to step; past is None before the first."""
 
-    past: SelfState | None
-    memory: CrossState
+    past: State | None
+    memory: State
 
     def select(self, rows: Tensor) -> "DecoderLayerState":
         """Batch rows by index."""
@@ -70,43 +79,61 @@ class DecoderLayerState:
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention over the encoder's states, and a feed-forward network."""
+    """Causal self-attention, attention over the encoder's states, and a feed-forward network.
 
-    def __init__(
-        self, d_model: int, n_heads: int, d_ff: int, dropout: float, attention: Attention, cross_attention: Attention
-    ):
+    Either attention may reuse that of another layer, as in `EncoderLayer`. Where attention over the encoder reads
+    nothing of this layer (its context or output is another's), there is no `cross_norm`.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, dropout: float, self_attention: nn.Module, cross_attention: nn.Module):
         super().__init__()
-        self.self_attention = multi_head(d_model, n_heads, attention)
+        self.self_attention: Any = self_attention
         self.self_norm = nn.LayerNorm(d_model)
-        self.cross_attention = multi_head(d_model, n_heads, cross_attention)
-        self.cross_norm = nn.LayerNorm(d_model)
+        self.cross_attention: Any = cross_attention
+        reads = not isinstance(cross_attention, ReuseContext | ReuseOutput)
+        self.cross_norm = nn.LayerNorm(d_model) if reads else nn.Identity()
+        self._before_cross: Callable[[Any, Tensor], Tensor] = _normalise if reads else _unread
         self.feed_forward = FeedForward(d_model, d_ff, dropout)
         self.feed_forward_norm = nn.LayerNorm(d_model)
         self.dropout = Dropout(dropout)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], memory: Float[Tensor, "B S D"], mask: Mask, memory_mask: Mask
-    ) -> Float[Tensor, "B T D"]:
+        self,
+        x: Float[Tensor, "B T D"],
+        memory: Float[Tensor, "B S D"],
+        mask: Mask,
+        memory_mask: Mask,
+        carried: Attended | None,
+        read: Attended | None,
+    ) -> tuple[Float[Tensor, "B T D"], Attended, Attended]:
         """One layer over the whole sequence (teacher forcing)."""
-        x = add(x, self.dropout(self.self_attention(self.self_norm(x), mask)))
-        x = add(x, self.dropout(self.cross_attention(self.cross_norm(x), memory_mask, memory)))
-        return add(x, self.dropout(self.feed_forward(self.feed_forward_norm(x))))
+        attended = self.self_attention.attend(self.self_norm(x), mask, None, carried)
+        x = add(x, self.dropout(attended.output))
+        found = self.cross_attention.attend(self.cross_norm(x), memory_mask, memory, read)
+        x = add(x, self.dropout(found.output))
+        return add(x, self.dropout(self.feed_forward(self.feed_forward_norm(x)))), attended, found
 
     def begin(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> DecoderLayerState:
         """The state before the first step; `mask` (B, S) is True on real source positions."""
         return DecoderLayerState(None, self.cross_attention.remember(memory, mask))
 
     def step(
-        self, x: Float[Tensor, "B n D"], state: DecoderLayerState
-    ) -> tuple[Float[Tensor, "B n D"], DecoderLayerState]:
+        self, x: Float[Tensor, "B n D"], state: DecoderLayerState, carried: Attended | None, read: Attended | None
+    ) -> tuple[Float[Tensor, "B n D"], DecoderLayerState, Attended, Attended]:
         """The layer at n new positions; equal to `forward` at those positions."""
-        y, past = self.self_attention.step(_normalise(self.self_norm, x), state.past)
-        x = x + y
-        x = x + self.cross_attention.recall(_normalise(self.cross_norm, x), state.memory)
+        attended, past = self.self_attention.attend_step(_normalise(self.self_norm, x), state.past, carried)
+        x = x + attended.output
+        found = self.cross_attention.attend_memory(self._before_cross(self.cross_norm, x), state.memory, read)
+        x = x + found.output
         x = x + self.feed_forward.step(_normalise(self.feed_forward_norm, x))
-        return x, DecoderLayerState(past, state.memory)
+        return x, DecoderLayerState(past, state.memory), attended, found
 
 
 def _normalise(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """`norm(x)` without the cost of a module call."""
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def _unread(norm: nn.Module, x: Tensor) -> Tensor:
+    """x as it is: nobody reads it."""
+    return x

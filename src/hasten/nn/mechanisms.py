@@ -10,6 +10,7 @@ from hasten.attention import ATTENTIONS, Attention, AttentionSpec, MechanismSpec
 from hasten.attention.multihead import cut
 from hasten.errors import UserError
 from hasten.nn.external import ExternalTokens, NoTokens
+from hasten.nn.sharing import SourceMap
 from hasten.spec_errors import kind_of
 
 T = TypeVar("T")
@@ -30,16 +31,19 @@ def build(
     able: Callable[[Traits], bool],
     need: str,
     *,
+    plan: SourceMap,
     external: bool = False,
-) -> list[Attention]:
+) -> list[Attention | None]:
     """One mechanism for each layer; `UserError` naming the layer whose mechanism's traits are not `able`.
 
-    heads: d_model and the number of heads.
+    heads: d_model and the number of heads. plan: layers that use another's attention get None.
     external: the stack puts learnt tokens before the sequence where mechanisms want them.
     """
     specs = per_layer(specs, n_layers, name)
-    attentions = _build(specs, heads, name)
+    attentions = _build(specs, heads, name, plan)
     for i, (spec, attention) in enumerate(zip(specs, attentions, strict=True)):
+        if attention is None:
+            continue
         cannot = f"{_where(name, i)}: {spec.kind} attention cannot serve here"
         if attention.traits.external and not external:
             raise UserError(
@@ -59,14 +63,20 @@ def _where(name: str, layer: int) -> str:
     return f"{name}, layer {layer + 1}"
 
 
-def _build(specs: Sequence[AttentionSpec], heads: tuple[int, int], name: str) -> list[Attention]:
+def _build(
+    specs: Sequence[AttentionSpec], heads: tuple[int, int], name: str, plan: SourceMap
+) -> list[Attention | None]:
     """The mechanisms of layers, each made for its place; layers of equal specs are made together."""
     d_model, n_heads = heads
     cut(d_model, n_heads)
-    placed = [spec.at(Place(layer=i, n_heads=n_heads, d_head=d_model // n_heads)) for i, spec in enumerate(specs)]
+    places = [Place(layer=i, n_heads=n_heads, d_head=d_model // n_heads) for i in range(len(specs))]
+    placed = [None if plan.follows(i) else spec.at(places[i]) for i, spec in enumerate(specs)]
     together: dict[AttentionSpec, Iterator[Attention]] = {}
-    made: list[Attention] = []
+    made: list[Attention | None] = []
     for i, spec in enumerate(placed):
+        if spec is None:
+            made.append(None)
+            continue
         try:
             if spec not in together:
                 together[spec] = iter(spec.build_layers(placed.count(spec)))
@@ -85,16 +95,18 @@ def _is_able(spec: type[MechanismSpec], heads: tuple[int, int], able: Callable[[
         return False
 
 
-def longest(attentions: Sequence[Attention]) -> int | None:
+def longest(attentions: Sequence[Attention | None]) -> int | None:
     """The longest sequence that all layers take; None: any."""
-    lengths = [a.traits.max_length for a in attentions if a.traits.max_length is not None]
+    lengths = [a.traits.max_length for a in attentions if a is not None and a.traits.max_length is not None]
     return min(lengths) if lengths else None
 
 
-def tokens_before(attentions: Sequence[Attention], d_model: int, name: str) -> ExternalTokens | NoTokens:
+def tokens_before(attentions: Sequence[Attention | None], d_model: int, name: str) -> ExternalTokens | NoTokens:
     """The learnt tokens that all layers want before the sequence; `UserError` where they want different numbers."""
     wanted: dict[int, list[int]] = {}
     for i, attention in enumerate(attentions):
+        if attention is None:
+            continue
         wanted.setdefault(attention.traits.external, []).append(i + 1)
     if len(wanted) > 1:
         parts = [f"{tokens} by layer {', '.join(map(str, layers))}" for tokens, layers in wanted.items()]
