@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from hasten.attention.base import State
 from hasten.attention.masks import Mask
-from hasten.attention.multihead import Attended
+from hasten.attention.multihead import Attended, MultiHeadAttention
 from hasten.nn.dropout import Dropout
-from hasten.nn.following import ReuseContext, ReuseOutput
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -81,8 +80,8 @@ class DecoderLayerState:
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention over the encoder's states, and a feed-forward network.
 
-    Either attention may reuse that of another layer, as in `EncoderLayer`. Where attention over the encoder reads
-    nothing of this layer (its context or output is another's), there is no `cross_norm`.
+    Either attention may reuse that of another layer, as in `EncoderLayer`. Where attention over the encoder does, it
+    reads nothing of this layer's states, so there is no `cross_norm`.
     """
 
     def __init__(self, d_model: int, d_ff: int, dropout: float, self_attention: nn.Module, cross_attention: nn.Module):
@@ -90,7 +89,7 @@ class DecoderLayer(nn.Module):
         self.self_attention: Any = self_attention
         self.self_norm = nn.LayerNorm(d_model)
         self.cross_attention: Any = cross_attention
-        reads = not isinstance(cross_attention, ReuseContext | ReuseOutput)
+        reads = isinstance(cross_attention, MultiHeadAttention)
         self.cross_norm = nn.LayerNorm(d_model) if reads else nn.Identity()
         self._before_cross: Callable[[Any, Tensor], Tensor] = _normalise if reads else _unread
         self.feed_forward = FeedForward(d_model, d_ff, dropout)
