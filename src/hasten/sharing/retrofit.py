@@ -1,0 +1,168 @@
+"""From the weights of a model to those of the same model with other layers sharing attention."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hasten.errors import UserError
+from hasten.models import Autoregressive, GenerationModel
+from hasten.models.ctc import CTC
+from hasten.nn.sharing import Shared, SourceMap
+
+Weights = dict[str, Tensor]
+Matching = Mapping[tuple[str, int, int], Sequence[int]]
+"""For (kind, leader, follower), counted from 0: which head of the follower takes the place of each of the leader's."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One kind of attention of a model: where its layers' weights are, who shares with whom, and what."""
+
+    kind: str
+    prefix: str
+    attention: str
+    norm: str
+    plan: SourceMap
+    shared: Shared
+
+    def name(self, layer: int) -> str:
+        """The prefix of a layer's attention."""
+        return f"{self.prefix}.layers.{layer}.{self.attention}."
+
+    def norm_name(self, layer: int) -> str:
+        """The prefix of the normalisation before it."""
+        return f"{self.prefix}.layers.{layer}.{self.norm}."
+
+
+def sites(model: GenerationModel) -> list[Site]:
+    """The kinds of attention of a model; `UserError` for a model of another kind."""
+    own = ("self_attention", "self_norm")
+    if isinstance(model, Autoregressive):
+        plan, cross = model.decoder.plan, model.decoder.cross_plan
+        names = ("decoder", "cross_attention", "cross_norm")
+        return [
+            Site("encoder", "encoder", *own, model.encoder.plan, "weights"),
+            Site("decoder", "decoder", *own, plan, "weights"),
+            Site("cross", *names, cross, model.spec.shared_of_cross),
+        ]
+    if isinstance(model, CTC):
+        return [
+            Site("encoder", "encoder", *own, model.encoder.plan, "weights"),
+            Site("refiner", "refiner", *own, model.refiner.plan, "weights"),
+        ]
+    raise UserError(f"{type(model).__name__} has no layers that could share attention")
+
+
+def retrofit(old: GenerationModel, new: GenerationModel, matching: Matching | None = None) -> None:
+    """Give `new`, which differs from `old` in nothing but who shares attention, the weights of `old`.
+
+    A layer that computes its own again after having shared takes what it used. With `matching` the heads of followers
+    are put in the order of their leader's, by permuting their values' rows and their output projection's columns.
+    """
+    weights = dict(old.state_dict())
+    assert isinstance(old, Autoregressive | CTC)
+    n_heads, d_model = old.spec.n_heads, old.spec.d_model
+    for before, after in zip(sites(old), sites(new), strict=True):
+        layers = range(len(before.plan.sources))
+        whole = [_taken(weights, before, layer, d_model) for layer in layers]
+        for layer in layers:
+            _drop(weights, before, layer)
+        for layer, full in zip(layers, whole, strict=True):
+            own = full
+            if after.plan.follows(layer):
+                order = (matching or {}).get((after.kind, after.plan.sources[layer], layer))
+                own = _REDUCED[after.shared](full if order is None else reordered(full, order, n_heads))
+            _put(weights, after, layer, own)
+    new.load_state_dict(weights)
+
+
+def _taken(weights: Weights, site: Site, layer: int, d_model: int) -> Weights:
+    """The weights that a layer's attention uses, its own and its leader's: as if it shared nothing."""
+    source, own, leader = site.plan.sources[layer], site.name(layer), site.name(site.plan.sources[layer])
+    found = {name.removeprefix(leader): x for name, x in weights.items() if name.startswith(leader)}
+    norm = site.norm_name(layer if site.attention == "self_attention" else source)
+    found |= {f"norm.{name.removeprefix(norm)}": x for name, x in weights.items() if name.startswith(norm)}
+    if source != layer:
+        mine = {name.removeprefix(own): x for name, x in weights.items() if name.startswith(own)}
+        found |= {name: x for name, x in mine.items() if name.startswith("out_proj")}
+        for name in ("in_proj_weight", "in_proj_bias"):
+            if name in mine:  # the values' rows
+                found[name] = torch.cat((found[name][:-d_model], mine[name]))
+    return found
+
+
+def _drop(weights: Weights, site: Site, layer: int) -> None:
+    for prefix in (site.name(layer), site.norm_name(layer)):
+        for name in [name for name in weights if name.startswith(prefix)]:
+            del weights[name]
+
+
+def _put(weights: Weights, site: Site, layer: int, own: Weights) -> None:
+    reads = site.attention == "self_attention" or not site.plan.follows(layer)
+    for name, x in own.items():
+        if not name.startswith("norm."):
+            weights[site.name(layer) + name] = x
+        elif reads:
+            weights[site.norm_name(layer) + name.removeprefix("norm.")] = x
+
+
+def _values_and_output(full: Weights) -> Weights:
+    d_model = full["out_proj.weight"].shape[1]
+    rows = {name: full[name][-d_model:] for name in ("in_proj_weight", "in_proj_bias") if name in full}
+    return {**rows, **_output(full)}
+
+
+def _output(full: Weights) -> Weights:
+    return {name: x for name, x in full.items() if name.startswith(("out_proj", "norm."))}
+
+
+def _nothing(full: Weights) -> Weights:
+    return {}
+
+
+_REDUCED: dict[str, Callable[[Weights], Weights]] = {
+    "weights": _values_and_output,
+    "context": _output,
+    "output": _nothing,
+}
+
+
+def reordered(full: Weights, order: Sequence[int], n_heads: int) -> Weights:
+    """A layer's weights with the values and the output columns of head order[h] in the place of head h."""
+    d_model = full["out_proj.weight"].shape[1]
+
+    def rows(x: Tensor) -> Tensor:
+        values = x[-d_model:].unflatten(0, (n_heads, -1))[list(order)].flatten(0, 1)
+        return torch.cat((x[:-d_model], values))
+
+    moved = {name: rows(full[name]) for name in ("in_proj_weight", "in_proj_bias") if name in full}
+    columns = full["out_proj.weight"].unflatten(1, (n_heads, -1))[:, list(order)].flatten(1, 2)
+    return {**full, **moved, "out_proj.weight": columns}
+
+
+def best_order(costs: Float[Tensor, "H H"]) -> list[int]:
+    """The permutation p with the least sum over h of costs[h, p(h)]: which head stands for each of the leader's.
+
+    Exact (the assignment problem), by dynamic programming over sets of heads, in 2^H H steps: up to 16 heads.
+    """
+    table, n = costs.tolist(), len(costs)
+    if n > 16:
+        raise UserError(f"matching the heads of layers with {n} of them is not offered; 16 at most")
+
+    @cache
+    def best(taken: int) -> tuple[float, tuple[int, ...]]:
+        head = taken.bit_count()
+        if head == n:
+            return 0.0, ()
+        options = []
+        for other in range(n):
+            if not taken >> other & 1:
+                cost, rest = best(taken | 1 << other)
+                options.append((table[head][other] + cost, (other, *rest)))
+        return min(options)
+
+    return list(best(0)[1])
