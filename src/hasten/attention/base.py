@@ -34,6 +34,7 @@ class Traits:
     n_heads, d_head: the heads it is made for and their width, None for any.
     external: how many learnt tokens must stand before the sequence.
     second_projections: marked and first tokens are read, as queries, through projections of their own.
+    unprojected: the layer applies it to its input itself, without projections; `multi_head` builds this layer.
     memory: peak memory grows with length to at most this power.
 
     A call outside the traits raises `UserError`, naming the mechanism and the trait; `step` without the trait raises
@@ -56,6 +57,7 @@ class Traits:
     d_head: int | None = None
     external: int = 0
     second_projections: bool = False
+    unprojected: bool = False
     memory: float = 2.0
     not_strict: str = ""
 
@@ -145,7 +147,7 @@ class Attention(nn.Module, ABC):
         """Refuse, with a `UserError`, heads that the mechanism was not made for."""
         own, mechanism = self.traits, type(self).__name__
         for name, made_for, given in (("n_heads", own.n_heads, n_heads), ("d_head", own.d_head, d_head)):
-            if made_for not in (None, given):
+            if made_for is not None and made_for != given:  # a form that is traced with any sizes
                 raise UserError(f"{mechanism} was made for {name} = {made_for}, got {given}; give both the same")
 
     def check(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> None:
