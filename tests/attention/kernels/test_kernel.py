@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.attention.kernels.kernel import EverySums, KernelState, KernelStep, Ratio, by_heads
+from hasten.attention import Mask
+from hasten.attention.kernels.kernel import ByHeads, KernelState, KernelStep, Means, Ratio, by_heads
 from hasten.attention.kernels.log_sums import averaging_log_sums, running_logsumexp, running_max, scaled_log_sums
 from hasten.attention.kernels.prefix_sums import (
     GROUP,
@@ -213,25 +214,41 @@ def test_a_traced_graph_computes_the_same_sums_and_gradients(kind: str):
         close(torch.autograd.grad(out, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent))
 
 
-def test_heads_made_apart_are_the_same_heads():
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+def test_heads_made_apart_are_the_same_heads(causal: bool):
     q, k, v = draw(2, 3, 50, 4), draw(2, 3, 60, 4, seed=1), draw(2, 3, 60, 5, seed=2)
-    together, apart = (by_heads(EverySums, q, k, n) for n in (4, 1 << 20))
-    assert isinstance(together, EverySums)
-    assert not isinstance(apart, EverySums)
+
+    def make(mask: Mask, *features: Tensor):
+        return prefix_sums(*features) if mask.causal else Means(*features)
+
+    together, apart = (by_heads(make, Mask(causal=causal), n, q, k) for n in (4, 1 << 20))
+    assert not isinstance(together, ByHeads)
+    assert isinstance(apart, ByHeads)
     close(apart(v), together(v))
     close(torch.autograd.grad(apart(v).sum(), (q, k, v)), torch.autograd.grad(together(v).sum(), (q, k, v)))
 
 
-def test_sums_over_all_keys_are_reassociated_products():
+def ratio(weights: Tensor, v: Tensor, floor: Tensor) -> Tensor:
+    return weights @ v / torch.maximum(weights.sum(-1, keepdim=True), floor)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 7, 1), (2, 2, 1, 1)], ids=["a floor a query", "one floor"])
+def test_means_are_products_over_their_sum_or_over_a_floor_where_it_is_less(shape: tuple[int, ...]):
     q, k, v = draw(2, 2, 7, 3), draw(2, 2, 9, 3, seed=1), draw(2, 2, 9, 5, seed=2)
-    close(EverySums(q, k)(v), (q @ k.mT) @ v)
+    weights, floor = q @ k.mT, draw(*shape, seed=3).detach().abs().add(1.0).requires_grad_()
+    assert {True, False} == set((weights.sum(-1, keepdim=True) < floor).flatten().tolist())
+    expected = ratio(weights, v, floor)
+    cotangent = draw(*expected.shape, seed=5).detach()
+    wanted = torch.autograd.grad(expected, (q, k, v, floor), cotangent, retain_graph=True)
+    for out in (Means(q, k, floor)(v), Ratio(lambda x: weights @ x, floor)(v)):
+        close(out, expected)
+        close(torch.autograd.grad(out, (q, k, v, floor), cotangent, retain_graph=True), wanted)
 
 
-def test_the_floor_holds_a_ratio_where_weights_sum_to_less():
-    q, k, v = draw(1, 1, 4, 3), draw(1, 1, 6, 3, seed=1), draw(1, 1, 6, 2, seed=2)
-    weights, floor = q @ k.mT, torch.full((1, 1, 4, 1), 2.0, dtype=torch.float64)
-    assert {True, False} == set((weights.sum(-1) < 2.0).flatten().tolist())
-    close(Ratio(EverySums(q, k), floor)(v), weights @ v / weights.sum(-1, keepdim=True).clamp_min(2.0))
+def test_gradients_of_means_have_gradients():
+    inputs = draw(1, 1, 3, 2), draw(1, 1, 4, 2, seed=1), draw(1, 1, 4, 2, seed=2)
+    floor = torch.full((1, 1, 3, 1), 0.5, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda q, k, v: Means(q, k, floor)(v), inputs)
 
 
 def test_a_state_of_decoding_does_not_grow():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasten.attention import Attention, EfficientSpec, LinearSpec, Mask, PerformerSpec, Place, RFASpec
+from hasten.attention.kernels import kernel
 
 WIDTH = 8
 SPECS = {
@@ -102,6 +103,18 @@ def test_chunks_and_steps_equal_the_definition_beyond_one_chunk(name: str):
     for out in (attention.operator(*qkv[:2], mask).apply(qkv[2]), stepwise(attention, *qkv, [150, 1, 1, 148])):
         close(out, expected)
         close(torch.autograd.grad(out.sum(), wrt), wanted, tolerance)
+
+
+@each
+@both
+def test_heads_made_apart_equal_the_definition(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel, "SMALL", 0)
+    (q, k, v), attention = inputs(70), build(name)
+    mask = Mask(causal=causal, keys=torch.arange(70)[None] % 5 > 0)
+    out, expected = attention.operator(q, k, mask).apply(v), attention.reference(q, k, mask) @ v
+    close(out, expected)
+    wrt = (q, k, v, *attention.parameters())
+    close(torch.autograd.grad(out.square().sum(), wrt), torch.autograd.grad(expected.square().sum(), wrt), 1e-9)
 
 
 @each

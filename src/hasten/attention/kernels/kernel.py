@@ -10,26 +10,29 @@ from torch import Tensor
 from hasten.attention.base import Operator, State, StepOperator, Weights
 from hasten.attention.kernels.log_sums import LogPrefixSums
 from hasten.attention.kernels.prefix_sums import LOWEST, grid_of
+from hasten.attention.kernels.products import divided, totals, with_ones
 from hasten.attention.kernels.traced_sums import Sums
 from hasten.attention.masks import Mask, silence
 
-# Features of a head that are few enough to be made for all heads at once: 1 MB in float32.
-SMALL = 1 << 18
+# Numbers few enough to be made for all heads at once, by measurement: 16 MB in float32.
+SMALL = 1 << 22
 
 
 @dataclass(frozen=True)
-class EverySums:
-    """v -> sum_j (q_i . k_j) v_j over all keys, as q (k^T v): the S keys are summed up once, before the T queries come.
+class Means:
+    """v -> sum_j (q_i . k_j) v_j over all keys, divided by the sum of these weights or by a floor where that is larger.
 
-    q (B, H, T, m), k (B, H, S, m): features, zero at keys that are not to be read. (T + S) m D multiplications.
+    As q (k^T v): the S keys are summed up once, before the T queries come. q (B, H, T, m), k (B, H, S, m): features,
+    zero at keys that are not to be read. (T + S) m D multiplications. Where nothing may be read the result is 0.
     """
 
     q: Tensor
     k: Tensor
+    floor: Tensor | None = None
 
     def __call__(self, v: Tensor) -> Tensor:
-        """Values to sums."""
-        return self.q @ (self.k.transpose(-1, -2) @ v)
+        """Values to means."""
+        return divided(self.q @ totals(self.k, v), self.floor)
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,16 @@ class ByHeads:
         )
 
 
-def by_heads(make: Callable[[Tensor, Tensor], Sums], q: Tensor, k: Tensor, n_features: int) -> Sums:
-    """make(q, k); for long sequences on a CPU one head after another.
+def by_heads(make: Callable[..., Sums], mask: Mask, n_features: int, *inputs: Tensor) -> Sums:
+    """make(mask, *inputs), of inputs (B, H, n, ...); for long sequences on a CPU one head after another.
 
-    Features are many times as large as q and k. Those of one head fit into memory that was in use just before; for
-    larger blocks the allocator asks the kernel for pages, again and again.
+    The features of one head fit into memory that was in use just before; for larger blocks the allocator asks the
+    system for pages, again and again. Causal sums hold about four times as much as features.
     """
-    size = q.shape[0] * max(q.shape[2], k.shape[2]) * n_features
-    if torch.compiler.is_compiling() or q.device.type != "cpu" or size < SMALL:
-        return make(q, k)
-    return ByHeads(tuple(make(*one) for one in zip(q.split(1, 1), k.split(1, 1), strict=True)))
+    size = inputs[0].shape[:2].numel() * max(x.shape[2] for x in inputs) * n_features * (4 if mask.causal else 1)
+    if torch.compiler.is_compiling() or inputs[0].device.type != "cpu" or size <= SMALL:
+        return make(mask, *inputs)
+    return ByHeads(tuple(make(mask, *one) for one in zip(*(x.split(1, 1) for x in inputs), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,6 @@ class Ratio:
     def __call__(self, v: Tensor) -> Tensor:
         """Values to means."""
         return divided(self.sums(with_ones(v)), self.floor)
-
-
-def with_ones(v: Tensor) -> Tensor:
-    """`v` with a column of ones, whose sum is the sum of the weights."""
-    return torch.cat((v, v.new_ones(()).expand(*v.shape[:-1], 1)), dim=-1)
-
-
-def divided(sums: Tensor, floor: Tensor | None) -> Tensor:
-    """All columns but the last divided by the last, or by the floor where that is larger."""
-    out, total = sums[..., :-1], sums[..., -1:]
-    if floor is not None:
-        total = torch.maximum(total, floor)
-    return out * torch.where(total > 0, total, 1.0).reciprocal()
 
 
 class KernelOperator(Operator):

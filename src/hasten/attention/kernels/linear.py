@@ -10,17 +10,18 @@ from torch import Tensor
 
 from hasten.attention.base import Attention, State, StepOperator, Traits
 from hasten.attention.kernels.kernel import (
-    EverySums,
     KernelOperator,
     KernelState,
     KernelStep,
+    Means,
     Normaliser,
     Ratio,
+    by_heads,
     noisy,
     unread,
     wide,
 )
-from hasten.attention.kernels.traced_sums import causal_sums
+from hasten.attention.kernels.traced_sums import Sums, causal_sums
 from hasten.attention.masks import Mask, silence
 from hasten.attention.mechanism import MechanismSpec
 
@@ -70,10 +71,12 @@ class LinearAttention(Attention):
     def operator(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> KernelOperator:
         """The linear map; no T x S matrix is formed."""
         self.check(q, k, mask)
+        return KernelOperator(by_heads(self._means, mask, q.shape[3], q, k), k, noisy(mask))
+
+    def _means(self, mask: Mask, q: Tensor, k: Tensor) -> Sums:
         read = self.feature(_raised(q.to(wide(q))))
         write = unread(self.feature(silence(k, noisy(mask)).to(wide(k))), mask.keys)
-        sums = causal_sums("plain", read, write) if mask.causal else EverySums(read, write)
-        return KernelOperator(Ratio(sums), k, noisy(mask))
+        return Ratio(causal_sums("plain", read, write)) if mask.causal else Means(read, write)
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition: the matrix of products, masked, divided by its row sums."""

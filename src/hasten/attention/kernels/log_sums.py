@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hasten.attention.kernels.prefix_sums import LOWEST, Grid, grid_of, states_before
+from hasten.attention.kernels.products import summed_up
 
 # Positions of a chunk, by measurement.
-LOG_CHUNK = 128
+LOG_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class LogPrefixSums:
         assert isinstance(within, tuple)
         out, q, k = within
         if not self.grid.is_one_chunk():
-            before, _ = states_before(k.transpose(-1, -2) @ v, self.level.detach()[..., -1, :])
+            before, _ = states_before(summed_up(k, v), self.level.detach()[..., -1, :])
             out = out + q @ before
         return self.grid.join(out)
 
@@ -55,7 +56,7 @@ def scaled_log_sums(a: Tensor, b: Tensor, chunk: int = LOG_CHUNK) -> LogPrefixSu
     a, b = grid.cut(a), grid.cut(b, -torch.inf)
     level = running_max(b)
     a = a + level
-    return LogPrefixSums(grid, a - a.detach().amax(-1, keepdim=True), b, level)
+    return LogPrefixSums(grid, a.sub_(a.detach().amax(-1, keepdim=True)), b, level)
 
 
 def averaging_log_sums(a: Tensor, b: Tensor, chunk: int = LOG_CHUNK) -> LogPrefixSums:
@@ -91,7 +92,7 @@ class _WithinChunks(Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, b, level, v = ctx.saved_tensors
         with torch.autocast(v.device.type, enabled=False):
             start = _before(level)
@@ -109,7 +110,7 @@ class _WithinChunks(Function):
                 _double(late_q, early_k, start, level, size)
             grad_a.addcmul_(q, grad_q)
             grad_b.addcmul_(k, grad_k)
-        return grad_a, grad_b, -grad_a, grad_v
+        return grad_a, grad_b, -grad_a if ctx.needs_input_grad[2] else None, grad_v
 
 
 def _exponentials(a: Tensor, b: Tensor, level: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:

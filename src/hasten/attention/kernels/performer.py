@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from hasten.attention.base import Attention, State, StepOperator, Traits
 from hasten.attention.kernels.directions import Directions
 from hasten.attention.kernels.kernel import (
-    EverySums,
     KernelOperator,
     LogState,
+    Means,
     Ratio,
     by_heads,
     log_levels,
@@ -66,8 +65,8 @@ class PerformerAttention(Attention):
     attention among the keys so far, which the ratio cancels exactly; nothing is added to features or denominators.
     However far keys differ in size, no sum overflows, no row is emptied, and nothing later shows in what is earlier.
     The logarithms grow as |k|^2, and lose digits with it.
-    Cost: (T + S) m (D + Dv) multiplications and (T + S) m exponentials; causal, chunks of 128 keys add about
-    64 (m + Dv) T multiplications and about as many exponentials again. Decoding keeps m (Dv + 1) numbers a head.
+    Cost: (T + S) m (D + Dv) multiplications and (T + S) m exponentials; causal, chunks of 64 keys add about
+    32 (m + Dv) T multiplications and about as many exponentials again. Decoding keeps m (Dv + 1) numbers a head.
     Randomness: the directions are drawn when built, from `seed`, and again by `redraw()` only, or on a schedule that
     `after_update(model)` counts in training. A forward pass never draws.
     Source: Choromanski et al., 2021, "Rethinking Attention with Performers", sections 2.3 and 2.4.
@@ -107,12 +106,12 @@ class PerformerAttention(Attention):
         self.check(q, k, mask)
         with torch.autocast(q.device.type, enabled=False):
             n_features = len(self.signs) * self.directions.rows.shape[0]
-            sums = by_heads(partial(self._sums, mask), q, k, n_features)
-        return KernelOperator(Ratio(sums), k, noisy(mask))
+            means = by_heads(self._means, mask, n_features, q, k)
+        return KernelOperator(means, k, noisy(mask))
 
-    def _sums(self, mask: Mask, q: Tensor, k: Tensor) -> Sums:
+    def _means(self, mask: Mask, q: Tensor, k: Tensor) -> Sums:
         a, b = self._of_queries(q), unread(self._of_keys(silence(k, noisy(mask))), mask.keys, -torch.inf)
-        return causal_sums("scaled", a, b) if mask.causal else _over_all(a, b)
+        return Ratio(causal_sums("scaled", a, b)) if mask.causal else _over_all(a, b)
 
     def _of_queries(self, q: Tensor) -> Tensor:
         """Logarithms of features, up to a term for each query that the ratio cancels."""
@@ -122,7 +121,7 @@ class PerformerAttention(Attention):
     def _of_keys(self, k: Tensor) -> Tensor:
         """Logarithms of features, up to a constant that the ratio cancels."""
         half_square = k.to(wide(k)).square().sum(-1, keepdim=True) / (2 * math.sqrt(k.shape[-1]))
-        return self._of_queries(k).sub_(half_square)
+        return self._of_queries(k).add_(-half_square)  # the gradient of a difference is negated, entry by entry
 
     def reference(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H S D"], mask: Mask) -> Tensor:
         """The definition: the matrix of products of features, masked, divided by its row sums."""
@@ -149,7 +148,7 @@ class PerformerAttention(Attention):
             return log_step((a + levels).log_softmax(-1), b, before, levels)
 
 
-def _over_all(a: Tensor, b: Tensor) -> EverySums:
+def _over_all(a: Tensor, b: Tensor) -> Means:
     largest = b.detach().amax(2, keepdim=True).clamp_min(LOWEST)
     a = a + largest
-    return EverySums(a.sub_(a.detach().amax(-1, keepdim=True)).exp_(), (b - largest).exp_())
+    return Means(a.sub_(a.detach().amax(-1, keepdim=True)).exp_(), (b - largest).exp_())

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hasten.attention.kernels.products import summed_up
+
 # Positions of a chunk, a power of two, by measurement: products within chunks against states between them.
 CHUNK = 64
 # Chunks that `states_before` relates pair by pair: its pairs grow with (length / (chunk * GROUP))^2.
@@ -65,7 +67,7 @@ class PrefixSums:
         v = self.grid.cut(v)
         out = (self.q @ self.k.transpose(-1, -2)).tril() @ v
         if not self.grid.is_one_chunk():
-            states = (self.k.transpose(-1, -2) @ v).cumsum(2)
+            states = summed_up(self.k, v).cumsum(2)
             out = out + self.q @ F.pad(states, (0, 0, 0, 0, 1, -1))
         return self.grid.join(out)
 
@@ -98,7 +100,7 @@ class DecayedPrefixSums:
         out = (within * (self.q @ self.k.transpose(-1, -2))) @ v
         if not self.grid.is_one_chunk():
             whole = so_far[..., -1:, :]
-            states = (self.k * (whole - so_far + self.entry).exp()).transpose(-1, -2) @ v
+            states = summed_up(self.k * (whole - so_far + self.entry).exp(), v)
             before, _ = states_before(states.flatten(-2)[..., None, :], -whole.squeeze(-1).cumsum(2))
             out = out + (self.q * so_far.exp()) @ before.squeeze(-2).unflatten(-1, (-1, v.shape[-1]))
         return self.grid.join(out)

@@ -13,11 +13,12 @@ from torch.nn.parameter import Parameter
 from hasten.attention.base import Attention, State, StepOperator, Traits
 from hasten.attention.kernels.directions import Directions
 from hasten.attention.kernels.kernel import (
-    EverySums,
     KernelOperator,
     KernelStep,
+    Means,
     Normaliser,
     Ratio,
+    by_heads,
     noisy,
     unread,
     wide,
@@ -109,10 +110,13 @@ class RandomFeatureAttention(Attention):
         self.check(q, k, mask)
         with torch.autocast(q.device.type, enabled=False):
             k = silence(k, noisy(mask))
-            q_features, k_features = self.features(q), unread(self.features(k), mask.keys)
-            make = self.past.up_to_each if mask.causal else self.past.over_all
-            sums, mass = make(q_features, k_features, k, mask.keys)
-            return KernelOperator(Ratio(sums, FLOOR * mass), k, noisy(mask))
+            n_features = 2 * self.directions.rows.shape[0]
+            means = by_heads(self._means, mask, n_features, q, k, *self.past.factors(k, mask.keys))
+            return KernelOperator(means, k, noisy(mask))
+
+    def _means(self, mask: Mask, q: Tensor, k: Tensor, *factors: Tensor) -> Sums:
+        make = self.past.up_to_each if mask.causal else self.past.over_all
+        return make(self.features(q), unread(self.features(k), mask.keys), *factors)
 
     def features(self, x: Float[Tensor, "B H n D"]) -> Float[Tensor, "B H n M"]:
         """phi(x), of twice as many entries as there are waves."""
@@ -167,14 +171,17 @@ class RFAState:
 class Lasting(nn.Module):
     """c_ij = 1: every key counts the same for ever."""
 
-    def over_all(self, q: Tensor, k: Tensor, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Sums, Tensor]:
-        """Sums over all keys, and their number."""
-        return EverySums(q, k), unread(torch.ones_like(k[..., :1]), keys).sum(2, keepdim=True)
+    def factors(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Tensor]:
+        """How much every key counts, (B, H, S, 1): 1, or 0 where it is padding."""
+        return (unread(torch.ones_like(raw[..., :1], dtype=wide(raw)), keys),)
 
-    def up_to_each(self, q: Tensor, k: Tensor, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Sums, Tensor]:
-        """Sums over the keys up to each query, and their number."""
-        number = unread(torch.ones_like(k[..., :1]), keys).cumsum(2)
-        return causal_sums("plain", q, k), _at_queries(number, q)
+    def over_all(self, q: Tensor, k: Tensor, number: Tensor) -> Means:
+        """Means over all keys."""
+        return Means(q, k, FLOOR * number.sum(2, keepdim=True))
+
+    def up_to_each(self, q: Tensor, k: Tensor, number: Tensor) -> Ratio:
+        """Means over the keys up to each query."""
+        return Ratio(causal_sums("plain", q, k), FLOOR * _at_queries(number.cumsum(2), q))
 
     def coefficients(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> Tensor:
         """c (B, H, S, S) by its definition; zero for padded keys."""
@@ -197,24 +204,22 @@ class Fading(nn.Module):
         self.weight = Parameter(torch.zeros(n_heads, d_head))
         self.bias = Parameter(torch.full((n_heads,), 3.0))
 
-    def logs(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Tensor, Tensor]:
+    def factors(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Tensor, Tensor]:
         """log g and log(1 - g), (B, H, S, 1); padded keys let everything pass."""
         raw = raw.to(wide(raw))
         weight, bias = (x.to(raw.dtype) for x in (self.weight[:, None], self.bias[:, None, None]))
         logits = (raw * weight).sum(-1, keepdim=True) + bias
         return unread(F.logsigmoid(logits), keys), unread(F.logsigmoid(-logits), keys)
 
-    def over_all(self, q: Tensor, k: Tensor, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Sums, Tensor]:
-        """The state after the last key, for every query, and the sum of its coefficients."""
-        decay, entry = self.logs(raw, keys)
+    def over_all(self, q: Tensor, k: Tensor, decay: Tensor, entry: Tensor) -> Means:
+        """The state after the last key, for every query."""
         after = decay.flip(2).cumsum(2).flip(2) - decay
-        return EverySums(q, k * (after + entry).exp()), -torch.expm1(decay.sum(2, keepdim=True))
+        return Means(q, k * (after + entry).exp(), -FLOOR * torch.expm1(decay.sum(2, keepdim=True)))
 
-    def up_to_each(self, q: Tensor, k: Tensor, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> tuple[Sums, Tensor]:
-        """The state at every query, and the sum of its coefficients."""
-        decay, entry = self.logs(raw, keys)
+    def up_to_each(self, q: Tensor, k: Tensor, decay: Tensor, entry: Tensor) -> Ratio:
+        """The state at every query."""
         mass = -torch.expm1(decay.cumsum(2))
-        return causal_sums("decayed", q, k, decay, entry), _at_queries(mass, q)
+        return Ratio(causal_sums("decayed", q, k, decay, entry), FLOOR * _at_queries(mass, q))
 
     def coefficients(self, raw: Tensor, keys: Bool[Tensor, "B S"] | None) -> Tensor:
         """c (B, H, S, S) by its definition, one position after another; zero for padded keys."""
@@ -230,7 +235,7 @@ class Fading(nn.Module):
 
     def step(self, q: Tensor, k: Tensor, raw: Tensor, state: RFAState) -> tuple[KernelStep, RFAState]:
         """n more keys: what came before fades by their gates."""
-        decay, entry = self.logs(raw, None)
+        decay, entry = self.factors(raw, None)
         so_far = decay.cumsum(2)
         keep = so_far[:, :, -1:].exp()
         write = k * (so_far[:, :, -1:] - so_far + entry).exp()
