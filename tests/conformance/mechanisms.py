@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hasten.attention import (
     Attention,
+    AverageSpec,
     BigBirdSpec,
     BlocksSpec,
     CompressedSpec,
@@ -224,6 +225,9 @@ CASES = (
     Case("nystrom", NystromSpec(landmarks=3)),
     Case("nystrom, a landmark a token", NystromSpec(landmarks=16, iterations=3)),
     Case("nystrom with a convolution", NystromSpec(landmarks=4, residual=3)),
+    # The layer's gates and network stand around the operator, which is the same.
+    Case("average", AverageSpec(gate=False), equivariant=True),
+    Case("average, gate", AverageSpec(), equivariant=True),
 )
 
 # Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.

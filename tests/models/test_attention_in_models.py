@@ -36,6 +36,9 @@ STRICT = [
     {"kind": "rfa", "gate": True},
     {"kind": "performer", "features": 16, "redraw_every": 1},
     {"kind": "synthesizer", "parts": ["random", "dot_product"], "max_length": 40},
+    {"kind": "average"},
+    {"kind": "average", "gate": False},
+    {"kind": "average", "feed_forward": True},
 ]
 CROSS = [
     {"kind": "linear"},

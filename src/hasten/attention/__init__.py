@@ -4,6 +4,7 @@ Adding a mechanism is one file, its entry in `specs.py`, and its line in the con
 """
 
 from hasten.attention.adapting import Adapting, after_update
+from hasten.attention.average import AverageSpec
 from hasten.attention.base import Attention, Operator, StepOperator, Traits
 from hasten.attention.clustering.lsh import LSHSpec
 from hasten.attention.clustering.routing import RoutingSpec
@@ -47,6 +48,7 @@ __all__ = [
     "Adapting",
     "Attention",
     "AttentionSpec",
+    "AverageSpec",
     "BigBirdSpec",
     "Blocks",
     "BlocksSpec",

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, TypeAlias, Union, get_args
 
 from pydantic import Field
 
+from hasten.attention.average import AverageSpec
 from hasten.attention.clustering.lsh import LSHSpec
 from hasten.attention.clustering.routing import RoutingSpec
 from hasten.attention.fewer_keys.compressed import CompressedSpec
@@ -43,6 +44,7 @@ _Mechanisms: TypeAlias = (
     | RFASpec
     | PerformerSpec
     | SynthesizerSpec
+    | AverageSpec
 )
 
 
