@@ -79,15 +79,16 @@ class Bands(Tiles):
         order = buckets.argsort(dim=-1, stable=True)
         every = torch.arange(length, device=order.device)
         rank = torch.empty_like(order).scatter_(3, order, every.expand_as(order))
+        in_order = rule.codes(every.expand_as(order), buckets.gather(3, order))
         codes = rule.codes(rank, buckets).to(dtype)
         if real is not None:
             codes = codes.masked_fill(buckets == n_buckets, _NOBODY)
         self._codes = [flat(code, _NOBODY) for code in codes]
         self._span, self._causal, self.own = rule.span, causal, own
         self._ages = flat(-every.to(dtype).expand(order.shape[1:]))
-        self._tile(order.flatten(1, 2), rule.tile, rule.back)
+        self._tile(order.flatten(1, 2), in_order.flatten(1, 2), rule.tile, rule.back)
 
-    def _tile(self, order: Int[Tensor, "rounds S N"], tile: int, back: int) -> None:
+    def _tile(self, order: Int[Tensor, "rounds S N"], codes: Int[Tensor, "rounds S N"], tile: int, back: int) -> None:
         """Cut the sorted tokens into tiles; beyond both ends stands the idle row."""
         sheets, length = order.shape[1:]
         traced = torch.compiler.is_compiling()
@@ -103,16 +104,33 @@ class Bands(Tiles):
         window = torch.arange(n_tiles, device=order.device)[:, None] * tile
         window = window + torch.arange(back + tile, device=order.device)
         self._cols = padded[:, :, window].flatten(1, 2)
-        self._few = max(1, gathered.GROUP // (tile * (back + tile))) if gathered.split(order.device) else None
+        self._sizes = self._narrow(codes, tile) if gathered.split(order.device) else None
+
+    def _narrow(self, codes: Int[Tensor, "rounds S N"], tile: int) -> list[list[tuple[int, int]]]:
+        """Sort the tiles of a round by how many tokens before them they read, and say how large they are."""
+        starts = torch.arange(0, codes.shape[2], tile)
+        first = torch.searchsorted(codes, codes[:, :, starts] - self._span, right=True)
+        reads = (starts - first).clamp(0, self._back).flatten(1)
+        order = reads.argsort(dim=-1, stable=True)
+        self._cols = self._cols.gather(1, order[..., None].expand_as(self._cols))
+        return [[(tile, n + tile) for n in reads_of_round] for reads_of_round in reads.gather(1, order).tolist()]
 
     def parts(self) -> Iterator[Tile]:
         """Round by round; the keys of a tile are the tokens before its queries in order, and these."""
-        for turn, tiles in enumerate(self._cols):
-            for cols in (tiles,) if self._few is None else tiles.split(self._few):
-                rows = cols[:, self._back :]
-                yield Tile(rows, cols, partial(self._forbidden, turn, rows, cols))
+        for turn, cols in enumerate(self._cols):
+            if self._sizes is None:
+                yield self._part(turn, cols, self._back)
+            else:
+                for part, n_queries, n_keys in gathered.runs(self._sizes[turn]):
+                    yield self._part(turn, cols[part, -n_keys:], n_keys - n_queries)
 
-    def _forbidden(self, turn: int, rows: Int[Tensor, "p I"], cols: Int[Tensor, "p J"]) -> Float[Tensor, "p I J"]:
+    def _part(self, turn: int, cols: Int[Tensor, "p J"], back: int) -> Tile:
+        rows = cols[:, back:]
+        return Tile(rows, cols, partial(self._forbidden, turn, rows, cols, back))
+
+    def _forbidden(
+        self, turn: int, rows: Int[Tensor, "p I"], cols: Int[Tensor, "p J"], back: int
+    ) -> Float[Tensor, "p I J"]:
         """Outside of the span, in an earlier round's span, later, or the token itself.
 
         Codes and ages are whole numbers, so what is to be positive is at least 1/2. Arithmetic on them is several
@@ -124,7 +142,7 @@ class Bands(Tiles):
             out += self._distances(earlier, rows, cols, middle).neg_().add_(middle + 0.5).relu_()
         if self._causal:
             out += _differences(self._ages, rows, cols).relu_()
-        out.diagonal(self._back, 1, 2).add_(1.0)
+        out.diagonal(back, 1, 2).add_(1.0)
         return out
 
     def _distances(self, turn: int, rows: Tensor, cols: Tensor, middle: float) -> Tensor:

@@ -28,10 +28,11 @@ class Centroids(Adapting):
     def __init__(self, n_heads: int, clusters: int, width: int, *, decay: float, commitment: float, seed: int):
         super().__init__()
         self.decay, self.commitment, self.clusters = decay, commitment, clusters
+        self.register_buffer("vectors", torch.empty(n_heads, clusters, width))
+        self.register_buffer("sums", torch.zeros(n_heads, clusters, width))
+        self.register_buffer("counts", torch.zeros(n_heads, clusters))
         drawn = torch.randn(n_heads, clusters, width, generator=numbers(seed, 0), device="cpu")
-        self.register_buffer("vectors", F.normalize(drawn, dim=-1))
-        self.register_buffer("sums", torch.zeros(n_heads, clusters, width), persistent=False)
-        self.register_buffer("counts", torch.zeros(n_heads, clusters), persistent=False)
+        self.vectors.copy_(F.normalize(drawn, dim=-1))
 
     def of(self, x: Float[Tensor, "B H N D"]) -> Float[Tensor, "H clusters D"]:
         """The centroids for tokens such as these."""

@@ -89,17 +89,8 @@ class Clusters(Tiles):
         """Cluster by cluster where all come at once, else by size."""
         if self._sizes is None:
             yield self._tile(slice(None), None, None)
-            return
-        start, sizes = 0, self._sizes
-        while start < len(sizes):
-            n_queries, n_keys, stop = *sizes[start], start + 1
-            while stop < len(sizes):
-                wider, longer = max(n_queries, sizes[stop][0]), max(n_keys, sizes[stop][1])
-                if (stop + 1 - start) * wider * longer > gathered.GROUP:
-                    break
-                n_queries, n_keys, stop = wider, longer, stop + 1
-            yield self._tile(slice(start, stop), n_queries, n_keys)
-            start = stop
+        else:
+            yield from (self._tile(*run) for run in gathered.runs(self._sizes))
 
     def _tile(self, part: slice, n_queries: int | None, n_keys: int | None) -> Tile:
         owner, rows = self._owner[part], self._queries[part, :n_queries]

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from hasten.attention.masks import silence
 FORBIDDEN = -1e25  # times a positive number of at most 1e12: finite in float32, and nothing beside any score
 _BITS = math.log2(math.e)
 _FEW = 2048  # rows
-GROUP = 2**18  # scores computed at a time, so that a few tensors of them stay in the cache of a core
+KEPT = 1.0  # weights that are kept for the backward, as a share of the numbers in q, k and v
+GROUP = 2**17  # scores computed at a time, so that a few tensors of them stay in the cache of a core
 
 
 class Tile(NamedTuple):
@@ -48,6 +49,20 @@ class Tiles(ABC):
 def split(device: torch.device) -> bool:
     """Tiles come a few at a time: on a CPU, unless code is traced."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def runs(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, int, int]]:
+    """Runs of tiles of about `GROUP` scores, given every tile's queries and keys; with the largest numbers of each."""
+    start = 0
+    while start < len(sizes):
+        n_queries, n_keys, stop = *sizes[start], start + 1
+        while stop < len(sizes):
+            wider, longer = max(n_queries, sizes[stop][0]), max(n_keys, sizes[stop][1])
+            if (stop + 1 - start) * wider * longer > GROUP:
+                break
+            n_queries, n_keys, stop = wider, longer, stop + 1
+        yield slice(start, stop), n_queries, n_keys
+        start = stop
 
 
 class Sums(ABC):
@@ -158,7 +173,7 @@ class _Blockwise(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             own = _dots(q, k).div_(math.sqrt(q.shape[-1])).add_(tiles.own).mul_(_BITS)
             sum_, kept = sums(own, v), []
-            room = q.numel() + k.numel() + v.numel() if any(ctx.needs_input_grad) else 0
+            room = KEPT * (q.numel() + k.numel() + v.numel()) if any(ctx.needs_input_grad) else 0
             for rows, cols, forbidden in tiles.parts():
                 weights = sum_.add(rows, _scores(_rows(q, rows), _rows(k, cols), forbidden()), _rows(v, cols))
                 room -= weights[0].numel()
