@@ -1,10 +1,13 @@
 """Attention over tiles: the sum of a few at a time, with its own gradient, against all at once; precision; replay."""
 
+import itertools
 import math
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from attention.clustering.placed import build
@@ -12,6 +15,7 @@ from hasten.attention import Mask
 from hasten.attention.clustering import gathered
 from hasten.attention.clustering.gathered import TileOperator
 from hasten.attention.clustering.lsh import LSHSpec
+from hasten.attention.clustering.nearest import nearest
 from hasten.attention.clustering.routing import RoutingSpec
 
 SPECS = [
@@ -92,3 +96,16 @@ def test_half_precision_is_finite_and_accurate_with_scores_of_forty(spec: LSHSpe
     assert all(x.isfinite().all() for x in actual)
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(actual[3].double(), expected[3], rtol=2e-2, atol=2e-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 90), most=st.integers(1, 12), wanted=st.integers(0, 12), values=st.integers(1, 40))
+def test_the_nearest_are_the_first_of_a_stable_sort_among_many_equals(n: int, most: int, wanted: int, values: int):
+    generator = torch.Generator().manual_seed(n)
+    nearness = torch.randint(values, (2, 3, 4, n), generator=generator).double()
+    real = torch.rand(2, n, generator=generator) < 0.8
+    wanted = min(wanted, most)
+    taken = nearest(nearness, real, torch.tensor([wanted, most])[:, None, None, None], most)
+    for b, h, c in itertools.product(range(2), range(3), range(4)):
+        order = sorted(real[b].nonzero()[:, 0].tolist(), key=lambda i: (-float(nearness[b, h, c, i]), i))
+        assert taken[b, h, c].nonzero()[:, 0].tolist() == sorted(order[: (wanted, most)[b]])

@@ -12,6 +12,7 @@ from torch import Tensor
 from hasten.attention.adapting import Drawn, numbers
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
 from hasten.attention.clustering.bands import PENALTY, Bands, Chunks, Recent, Rule
+from hasten.attention.clustering.definition import defined
 from hasten.attention.clustering.gathered import Merged, TileOperator, widened
 from hasten.attention.clustering.rings import Members, RingStep
 from hasten.attention.masks import Mask, silence
@@ -246,16 +247,10 @@ def _banded(
 def _defined(
     q: Float[Tensor, "B H N D"], mask: Mask, seen: Callable[[Tensor, bool], list[set[int]]]
 ) -> Float[Tensor, "B H N N"]:
-    """Shared-QK softmax over what `seen` shows the real tokens of a sheet, themselves only as a last resort."""
-    q = widened(q)
-    weights = q.new_zeros(*q.shape[:3], q.shape[2])
-    for b in range(q.shape[0]):
-        real = range(q.shape[2]) if mask.keys is None else mask.keys[b].nonzero()[:, 0].tolist()
-        for h in range(q.shape[1]):
-            x = q[b, h, list(real)]
-            keys = [token / torch.clamp(token.norm(), min=_SHORTEST) for token in x]
-            for i, others in enumerate(seen(x, mask.causal)):
-                read = sorted(others - {i}) or [i]
-                scores = torch.stack([x[i] @ keys[j] for j in read]) / math.sqrt(q.shape[3])
-                weights[b, h, real[i], [real[j] for j in read]] = scores.softmax(0)
-    return weights
+    """Keys are unit vectors; a token reads itself only as a last resort."""
+    x = widened(q)
+
+    def read(tokens: Float[Tensor, "n D"], keys: Float[Tensor, "n D"], head: int) -> list[set[int]]:
+        return [others - {i} or {i} for i, others in enumerate(seen(tokens, mask.causal))]
+
+    return defined(x, x / torch.clamp(x.norm(dim=-1, keepdim=True), min=_SHORTEST), mask, read)

@@ -1,6 +1,5 @@
 """Routing Transformer: tokens read those of their clusters, found by k-means as the model learns."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +13,7 @@ from hasten.attention.base import Attention, Operator, State, StepOperator, Trai
 from hasten.attention.clustering.bands import Bands, Recent
 from hasten.attention.clustering.centroids import Centroids
 from hasten.attention.clustering.clusters import Clusters, any_cluster
+from hasten.attention.clustering.definition import defined
 from hasten.attention.clustering.gathered import Bounded, TileOperator, widened
 from hasten.attention.clustering.nearest import nearest
 from hasten.attention.clustering.rings import Members, RingStep
@@ -235,20 +235,15 @@ def _defined(
     seen: Callable[[Tensor, Tensor, Tensor], list[set[int]]],
     mu: Float[Tensor, "H clusters D"],
 ) -> Float[Tensor, "B H N N"]:
-    """Softmax over what `seen` shows the real tokens of a sheet, and themselves."""
-    weights = widened(q).new_zeros(*q.shape[:3], q.shape[2])
-    for b in range(q.shape[0]):
-        real = range(q.shape[2]) if mask.keys is None else mask.keys[b].nonzero()[:, 0].tolist()
-        for h in range(q.shape[1]):
-            x, y = (_standardised(widened(z)[b, h, list(real)]) for z in (q, k))
-            for i, others in enumerate(seen(x, y, mu[h])):
-                read = sorted(j for j in others | {i} if not mask.causal or j <= i)
-                scores = torch.stack([x[i] @ y[j] for j in read]) / math.sqrt(q.shape[3])
-                weights[b, h, real[i], [real[j] for j in read]] = scores.softmax(0)
-    return weights
+    """On the sphere; a token reads itself besides."""
+
+    def read(x: Float[Tensor, "n D"], y: Float[Tensor, "n D"], head: int) -> list[set[int]]:
+        return [{j for j in others | {i} if not mask.causal or j <= i} for i, others in enumerate(seen(x, y, mu[head]))]
+
+    return defined(_standardised(widened(q)), _standardised(widened(k)), mask, read)
 
 
-def _standardised(x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+def _standardised(x: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N D"]:
     """The definition of LayerNorm without scale and shift."""
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
