@@ -13,7 +13,7 @@ from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
 from hasten.fields import Depth, PositiveInt, Share, Spec
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
+from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.nn.dropout import Dropout
 from hasten.nn.layers import DecoderLayerState
 from hasten.nn.loss import LossTerm, cross_entropy
@@ -103,15 +103,22 @@ class Autoregressive(GenerationModel):
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """Cross-entropy of every target token and of the end symbol."""
-        # Inputs are BOS y_1 .. y_U, outputs y_1 .. y_U EOS; a row's end symbol follows its last real token.
-        inputs = F.pad(batch.target, (1, 0), value=BOS)
-        real = F.pad(batch.target_mask, (1, 0), value=True)
+        # Outputs are y_1 .. y_U EOS; a row's end symbol follows its last real token.
+        inputs, real = self._inputs(batch)
         ends = batch.target_mask.sum(1, keepdim=True)
         outputs = F.pad(batch.target, (0, 1), value=PAD).scatter(1, ends, EOS)
         memory = self.encode(batch.source, batch.source_mask)
         states = self.decoder(self._embed(inputs), memory.states, memory.mask)
         logits = self.logits(states[real])
         return {"tokens": LossTerm(cross_entropy(logits, outputs[real], self.spec.label_smoothing), real.sum())}
+
+    def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
+        """Of the "encoder", of the "decoder" over its own positions, and its "cross" attention over the source."""
+        source, mask = self._embed(batch.source), batch.source_mask
+        memory = self.encoder(source, mask, observe=reported(observe, {"self": "encoder"}, mask))
+        inputs, real = self._inputs(batch)
+        names = {"self": "decoder", "cross": "cross"}
+        self.decoder(self._embed(inputs), memory, mask, observe=reported(observe, names, real))
 
     def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """Scores of every vocabulary entry, from decoder states."""
@@ -164,6 +171,10 @@ class Autoregressive(GenerationModel):
     def output_ids(self, tokens: list[int]) -> list[int]:
         """Without the end symbol."""
         return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
+
+    def _inputs(self, batch: Batch) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """Inputs under teacher forcing, BOS y_1 .. y_U, and which of them are real."""
+        return F.pad(batch.target, (1, 0), value=BOS), F.pad(batch.target_mask, (1, 0), value=True)
 
     def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         return self.dropout(self.positions(embed(self.embedding, ids)))

@@ -1,7 +1,7 @@
 """Generation is start, named edits, stop: the contract of every model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,11 +9,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hasten.attention.base import State
+from hasten.attention.base import Operator, State
 from hasten.attention.losses import attention_losses, together
+from hasten.attention.multihead import Attended
 from hasten.data.batch import Batch
 from hasten.decoding.frame import EditKind
+from hasten.errors import UserError
 from hasten.nn.loss import LossTerm
+from hasten.nn.stack import Observer
+
+ObserveAttention = Callable[[str, int, Operator, Tensor], None]
+"""Told the name of a kind of attention ("encoder", "cross", ...), the layer from 0, its operator, and (B, T) True on
+real query positions. Where learnt tokens stand before the sequence, the operator has their rows before those T."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,29 @@ class GenerationModel(nn.Module, ABC):
             terms = self.loss(batch, generator)
         return {**terms, **together(losses)}
 
+    def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
+        """Run on a batch, its target given (teacher forcing), and report every layer's attention, layer by layer.
+
+        Names are those that configurations have before `_sharing`. Errors: `UserError` for a model without reports.
+        """
+        raise UserError(f"{type(self).__name__} models do not report their attention")
+
     def progress(self, fraction: float) -> None:
         """Told before every training step which fraction of the run is over, for schedules within the loss."""
 
     def output_ids(self, tokens: list[int]) -> list[int]:
         """The ids of a finished row that are text."""
         return tokens
+
+
+def reported(observe: ObserveAttention, names: Mapping[str, str], real: Bool[Tensor, "B T"]) -> Observer:
+    """What a stack tells ("self", "cross") under the names of the model, with its real query positions."""
+
+    def told(kind: str, layer: int, attended: Attended) -> None:
+        assert isinstance(attended.operator, Operator)
+        observe(names[kind], layer, attended.operator, real)
+
+    return told
 
 
 def embed(embedding: nn.Embedding, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:

@@ -18,11 +18,11 @@ from hasten.decoding.ctc_loss import best_alignment, ctc_loss, frames_needed
 from hasten.decoding.frame import NOT_FINITE
 from hasten.errors import UserError
 from hasten.fields import Depth, DepthOrNone, PositiveInt, Share, Spec
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, embed, tied_embedding
+from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.nn.dropout import Dropout
 from hasten.nn.loss import LossTerm
 from hasten.nn.positions import Sinusoids
-from hasten.nn.stack import Encoder
+from hasten.nn.stack import Encoder, Observer, unobserved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +106,22 @@ class CTC(GenerationModel):
         banned[[i for i in SPECIAL_IDS if i != BLANK]] = -torch.inf
         self.register_buffer("banned", banned, persistent=False)
 
-    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
+    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved) -> Memory:
         """The frames: encoder states, each projected to `upsample` vectors (B, upsample * S, D)."""
-        states = self.encoder(self.dropout(self.positions(embed(self.embedding, source))), mask)
+        states = self.encoder(self.dropout(self.positions(embed(self.embedding, source))), mask, observe=observe)
         frames = self.upsample(states).view(len(source), -1, self.spec.d_model)
         return Memory(frames, mask.repeat_interleave(self.spec.upsample, dim=1))
 
     def logits(self, frames: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
         """Scores of every vocabulary entry at every frame, after the refining layers."""
         return F.linear(self.refiner(self.positions(frames), mask), self.embedding.weight)
+
+    def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
+        """Of the "encoder" and, over the frames, of the "refiner"; the target is not read."""
+        told = reported(observe, {"self": "encoder"}, batch.source_mask)
+        memory = self.encode(batch.source, batch.source_mask, told)
+        told = reported(observe, {"self": "refiner"}, memory.mask)
+        self.refiner(self.positions(memory.states), memory.mask, observe=told)
 
     def progress(self, fraction: float) -> None:
         """Move the glancing share along its schedule."""
