@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import bench, data, demo, distill, evaluate, export, show, train, translate
+from hasten.cli import bench, data, demo, distill, evaluate, export, share, show, train, translate
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("distill", short_help="Let a teacher translate the text a student le
 app.command("evaluate", short_help="Score a model: BLEU, chrF, length, repetition.")(evaluate.evaluate)
 app.command("translate", short_help="Translate lines from stdin to stdout.")(translate.translate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(share.app, name="share")
 app.command("show", short_help="Draw a sparse attention pattern.")(show.show)
 app.command("export", short_help="Write a model for another engine, certified.")(export.export)
 
