@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.attention import FullSpec, Mask, MultiHeadAttention, Place, multi_head
+from hasten.attention import FullSpec, HeadsAttention, Mask, MultiHeadAttention, Place, multi_head
 from hasten.attention.average import AverageAttention, AverageLayer, AverageSpec
 from hasten.attention.kernels.kernel import KernelState
 from hasten.errors import UserError
@@ -245,3 +245,12 @@ def test_the_layer_is_traced_for_all_lengths(gate, feed_forward):
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, keys), call(x, keys))
+
+
+@settings
+def test_places_that_would_leave_out_gate_or_network_refuse_it(gate, feed_forward):
+    attention = AverageAttention(gate=gate, feed_forward=feed_forward)
+    with pytest.raises(UserError, match="build the layer by multi_head"):
+        MultiHeadAttention(D, H, attention)
+    with pytest.raises(UserError, match="give it gate = false"):
+        HeadsAttention([(1, AverageAttention()), (2, attention)])

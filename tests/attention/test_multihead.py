@@ -266,7 +266,7 @@ def test_a_memory_is_refused_by_a_mechanism_for_self_attention_whatever_its_leng
             call()
 
 
-@those(lambda case: not (case.traits.external or case.traits.second_projections))
+@those(lambda case: not (case.traits.external or case.traits.second_projections or case.traits.unprojected))
 def test_around_any_mechanism_a_layer_is_projections_of_what_it_needs(case: Case):
     layer, traits = MultiHeadAttention(8, 2, case.build()).double().eval(), case.traits
     roles = ["query"] if traits.shared_qk else [role for role in ("query", "key") if role in traits.needs]

@@ -51,6 +51,7 @@ def test_a_causal_mask_reaches_a_mechanism_that_takes_no_patterns():
         ({"n_heads": 2}, "Band was made for 2 heads, here are 4"),
         ({"external": 2}, "learnt tokens before the sequence"),
         ({"second_projections": True}, "projections of a second kind"),
+        ({"unprojected": True}, "wants a layer without projections"),
     ],
 )
 def test_what_a_mechanism_needs_beyond_the_model_is_a_reason_to_keep(claims: dict, reason: str):

@@ -30,7 +30,7 @@ def test_what_sees_the_future_is_no_decoder_and_the_error_says_why_and_what_is(s
         decoder(spec)
     text = str(error.value)
     assert text.startswith(f"decoder attention, layer 1: {spec.kind} attention cannot serve here ({reason})")
-    assert "must be strictly causal; kinds that can: blocks, compressed, efficient, full, " in text
+    assert "must be strictly causal; kinds that can: average, blocks, compressed, efficient, full, " in text
     assert "linformer" not in text.partition("kinds that can")[2]
     assert "\n" not in text
 

@@ -35,6 +35,10 @@ class HeadsAttention(Attention):
             if attention.traits.n_heads not in (None, size):
                 name = type(attention).__name__
                 raise UserError(f"heads: {name} was made for {attention.traits.n_heads} heads, the group has {size}")
+        for _, attention in groups:
+            if attention.traits.unprojected:
+                name = type(attention).__name__
+                raise UserError(f"heads: {name} is here made for a layer without projections; give it gate = false")
         widths = {attention.traits.d_head for _, attention in groups} - {None}
         if len(widths) > 1:
             raise UserError(f"heads: groups are made for heads of different widths, {sorted(widths)}; all are equal")  # type: ignore[type-var]

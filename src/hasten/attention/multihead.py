@@ -102,8 +102,8 @@ class MultiHeadAttention(nn.Module):
     As a query or key that is not projected the mechanism gets the input itself, cut into heads, for its shape.
     Inputs are batch first, (B, length, d_model); the mask says True = may attend.
     Errors: `UserError` where heads do not divide the width or are not those the mechanism was made for, for a mechanism
-    that asks for second projections (`multi_head` builds its layer), and for a memory where the mechanism is for
-    self-attention only.
+    that asks for second projections or for none (`multi_head` builds its layer), and for a memory where the mechanism
+    is for self-attention only.
     Source: Vaswani et al., 2017, section 3.2.2.
     """
 
@@ -118,6 +118,11 @@ class MultiHeadAttention(nn.Module):
             raise UserError(
                 f"{type(attention).__name__} is made for second projections (traits.second_projections), which this "
                 "layer lacks; build the layer by multi_head(d_model, n_heads, attention)"
+            )
+        if traits.unprojected:
+            raise UserError(
+                f"{type(attention).__name__} is made for a layer without projections (traits.unprojected); build the "
+                "layer by multi_head(d_model, n_heads, attention)"
             )
         self.d_model, self.n_heads, self.attention = d_model, n_heads, attention
         self._form: Callable[[Any], Any] = _as_it_is

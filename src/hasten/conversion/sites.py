@@ -121,6 +121,7 @@ def misfit(attention: Attention, site: Site) -> str:
         f"{name} was made for heads of width {traits.d_head}, here they are {site.d_head} wide": width,
         f"{name} wants learnt tokens before the sequence (traits.external)": traits.external > 0,
         f"{name} wants projections of a second kind (traits.second_projections)": traits.second_projections,
+        f"{name} wants a layer without projections (traits.unprojected)": traits.unprojected,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
