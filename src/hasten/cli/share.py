@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from hasten.cli import share_train
 from hasten.cli.bench import create
 from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
@@ -186,3 +187,8 @@ def _ranges(layers: tuple[int, ...]) -> str:
         else:
             runs.append([layer])
     return ", ".join(str(run[0] + 1) if len(run) == 1 else f"{run[0] + 1}-{run[-1] + 1}" for run in runs)
+
+
+app.command(short_help="Let the layers of a trained model share, without training.")(share_train.retrofit)
+app.command(short_help="Learn who shares together with the model.")(share_train.train)
+app.command(short_help="Time and quality against the threshold.")(share_train.sweep)

@@ -74,6 +74,11 @@ def retrofit(old: GenerationModel, new: GenerationModel, matching: Matching | No
         for layer, full in zip(layers, whole, strict=True):
             own = full
             if after.plan.follows(layer):
+                if "out_proj.weight" not in full:
+                    raise UserError(
+                        f"{after.kind}, layer {layer + 1} cannot follow: its attention has no values that another "
+                        "layer's weights could read"
+                    )
                 order = (matching or {}).get((after.kind, after.plan.sources[layer], layer))
                 own = _REDUCED[after.shared](full if order is None else reordered(full, order, n_heads))
             _put(weights, after, layer, own)

@@ -1,0 +1,296 @@
+"""hasten share retrofit, train and sweep: models whose layers share attention."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hasten.cli.limits import MOST_THREADS
+from hasten.errors import UserError
+
+if TYPE_CHECKING:
+    from hasten.data.batch import Batch
+    from hasten.sharing.learn import Policy, Train
+    from hasten.spec import RunSpec
+    from hasten.translator import Translator
+
+Model = Annotated[str, typer.Option(help="A bundled model, a run directory or a hub id.", show_default=False)]
+Data = Annotated[Path, typer.Option(help="A data directory by `hasten data`.", show_default=False)]
+Theta = Annotated[
+    float | None,
+    typer.Option(help="Layers of the decoder (or refiner) more alike than this share.", show_default=False),
+]
+ThetaCross = Annotated[float | None, typer.Option(help="The same for attention over the source.", show_default=False)]
+ThetaEncoder = Annotated[float | None, typer.Option(help="The same for the encoder.", show_default=False)]
+Largest = Annotated[
+    int | None, typer.Option(min=1, help="The most layers that share one attention.", show_default=False)
+]
+Form = Annotated[Literal["blocks", "map"], typer.Option(help="Adjacent layers, or each the most similar earlier one.")]
+SharedOfCross = Annotated[
+    Literal["output", "context", "weights"], typer.Option(help="What is shared of attention over the source.")
+]
+Match = Annotated[bool, typer.Option("--match-heads/--no-match-heads", help="Put heads in the order of the leader's.")]
+Sentences = Annotated[int, typer.Option(min=1, help="How many validation sentences are measured on.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; all.", show_default=False)]
+_SECTIONS = ("training", "data")
+
+
+def retrofit(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Run directory of the new model.", show_default=False)],
+    theta: Theta = None,
+    theta_cross: ThetaCross = None,
+    theta_encoder: ThetaEncoder = None,
+    largest: Largest = None,
+    form: Form = "blocks",
+    shared_of_cross: SharedOfCross = "output",
+    match_heads: Match = True,
+    sentences: Sentences = 500,
+    threads: Threads = None,
+) -> None:
+    """Let the layers of a trained model share attention, and keep all its other weights.
+
+    Without more training it translates worse: go on with `hasten train OUT/config.toml training.init_from=OUT`, best on
+    the model's own translations (`hasten distill`). Kinds of attention without a threshold share nothing.
+
+    Example: hasten share retrofit --model en-de-teacher --data data/en-de --theta 0.5 --theta-cross 0.5 --out shared
+    """
+    from hasten.sharing.divergence import measure
+    from hasten.sharing.learn import match_heads as matched
+    from hasten.sharing.learn import shared_model, with_maps, write_model
+    from hasten.training.checkpoint import claim
+
+    thetas = _given(theta, theta_cross, theta_encoder)
+    claim(out, resume=False, force=False)
+    translator, spec = _load(model, threads)
+    policy = _policy(translator, thetas, largest, form, shared_of_cross)
+    batches = _batches(translator, data, sentences)
+    maps = policy.choose(measure(translator.model, batches))
+    orders = matched(translator.model, maps, batches) if match_heads else None
+    own = with_maps(spec, maps, shared_of_cross)
+    write_model(out, own, translator.tokenizer, shared_model(translator.model, own, _vocabulary(translator), orders))
+    for kind, plan in maps.items():
+        typer.echo(f"{kind}: {list(plan.numbers)}", err=True)
+    typer.echo(str(out))
+
+
+def train(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Directory of the rounds and of the final model.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="training.KEY=value and data.KEY=value in TOML notation.", show_default=False),
+    ] = None,
+    theta: Theta = None,
+    theta_cross: ThetaCross = None,
+    theta_encoder: ThetaEncoder = None,
+    largest: Largest = None,
+    form: Form = "blocks",
+    shared_of_cross: SharedOfCross = "output",
+    match_heads: Match = False,
+    sentences: Sentences = 500,
+    round_steps: Annotated[int, typer.Option(min=1, help="Updates of each round.")] = 300,
+    rounds: Annotated[int, typer.Option(min=1, help="The most rounds.")] = 5,
+    threads: Threads = None,
+) -> None:
+    """Learn who shares together with the model: measure, choose, train, until the choice stands; then train to the end.
+
+    The settings are those of the model's own run; change them with overrides (training.steps are those of the last
+    part). OUT/model is the result, OUT/rounds.jsonl says of each round who shared and how well it translated.
+
+    Example: hasten share train --model en-de-teacher --data data/en-de --theta 0.5 --theta-cross 0.5 --out shared
+    training.steps=2000 training.learning_rate=0.0007
+    """
+    from hasten.sharing.learn import learn
+    from hasten.training import memory
+
+    thetas = _given(theta, theta_cross, theta_encoder)
+    _claim(out)
+    translator, spec = _load(model, threads)
+    policy = _policy(translator, thetas, largest, form, shared_of_cross)
+    spec = _overridden(spec, data, overrides or [])
+    batches = _batches(translator, data, sentences)
+    memory.keep_freed_memory()
+    found = learn(
+        spec,
+        translator.model,
+        translator.tokenizer,
+        batches,
+        policy,
+        out,
+        _trainer(translator),
+        round_steps=round_steps,
+        most_rounds=rounds,
+        match=match_heads,
+        note=lambda text: typer.echo(text, err=True),
+    )
+    typer.echo(str(found))
+
+
+def sweep(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Directory of the models, the rows and the picture.", show_default=False)],
+    thetas: Annotated[str, typer.Option(help="Thresholds, comma-separated, for all kinds named by --kinds.")] = (
+        "0.9,0.8,0.7,0.6,0.5"
+    ),
+    kinds: Annotated[str, typer.Option(help="Which attention shares: decoder, cross, encoder, refiner.")] = (
+        "decoder,cross"
+    ),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="training.KEY=value and data.KEY=value in TOML notation.", show_default=False),
+    ] = None,
+    largest: Largest = None,
+    form: Form = "blocks",
+    shared_of_cross: SharedOfCross = "output",
+    match_heads: Match = True,
+    sentences: Sentences = 200,
+    steps: Annotated[int, typer.Option(min=0, help="Updates of each model before it is judged; 0: none.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of timing; medians are kept.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads.")] = 1,
+) -> None:
+    """Measure decoding time and quality against the threshold, and name the models that no other one beats in both.
+
+    Each policy that the thresholds give becomes a model (after --steps updates, if any), and all are timed side by side
+    with the original, as `hasten bench decode` does.
+
+    Example: hasten share sweep --model en-de-teacher --data data/en-de --thetas 0.6,0.55,0.5 --steps 300 --out sweep
+    """
+    from hasten.cli.bench import create, warn_if_busy
+    from hasten.cli.files import write_text
+    from hasten.sharing import sweep as sweeping
+    from hasten.sharing.learn import Policy
+
+    thresholds = _numbers(thetas)
+    names = [name.strip() for name in kinds.split(",") if name.strip()]
+    _claim(out)
+    create(out)
+    translator, spec = _load(model, threads)
+    policies = {
+        theta: Policy(thetas=dict.fromkeys(names, theta), form=form, largest=largest, shared_of_cross=shared_of_cross)
+        for theta in thresholds
+    }
+    spec = _overridden(spec, data, overrides or [])
+    batches = _batches(translator, data, sentences)
+    made = sweeping.models(
+        spec,
+        translator.model,
+        translator.tokenizer,
+        batches,
+        policies,
+        out,
+        _trainer(translator) if steps else None,
+        steps=steps,
+        match=match_heads,
+        note=lambda text: typer.echo(text, err=True),
+    )
+    warn_if_busy()
+    rows = sweeping.timed(model, made, data, sentences, threads, repeats, lambda text: typer.echo(text, err=True))
+    write_text(out / "sweep.md", sweeping.markdown(rows))
+    sweeping.write(rows, out / "sweep.jsonl")
+    sweeping.picture(rows, out / "sweep.png")
+    typer.echo(sweeping.markdown(rows))
+
+
+def _given(theta: float | None, cross: float | None, encoder: float | None) -> dict[str, float]:
+    """The thresholds that were given, by kind; "own" is the decoder or the refiner."""
+    named = {"own": theta, "cross": cross, "encoder": encoder}
+    given = {name: value for name, value in named.items() if value is not None}
+    if not given:
+        raise UserError("no threshold: give --theta, --theta-cross or --theta-encoder, for example --theta 0.6")
+    return given
+
+
+def _policy(
+    translator: "Translator", thetas: dict[str, float], largest: int | None, form: str, shared_of_cross: Any
+) -> "Policy":
+    from hasten.sharing.learn import Policy, maps_of
+
+    own = "decoder" if "decoder" in maps_of(translator.model) else "refiner"
+    named = {own if name == "own" else name: value for name, value in thetas.items()}
+    return Policy(thetas=named, form=form, largest=largest, shared_of_cross=shared_of_cross)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return sorted({float(part) for part in text.split(",")}, reverse=True)
+    except ValueError:
+        raise UserError(f"--thetas: {text!r}; write numbers, for example 0.8,0.6,0.5") from None
+
+
+def _claim(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty; choose another --out")
+
+
+def _load(model: str, threads: int | None) -> "tuple[Translator, RunSpec]":
+    import hasten
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    translator = hasten.load(model)
+    assert translator.spec is not None
+    return translator, translator.spec
+
+
+def _vocabulary(translator: "Translator") -> int:
+    return translator.tokenizer.vocab_size
+
+
+def _batches(translator: "Translator", data: Path, sentences: int) -> "list[Batch]":
+    from hasten.data.corpus import Corpus
+    from hasten.sharing.sample import encode, in_batches, spread
+
+    longest = min(translator.max_source_tokens, translator.model.longest or translator.max_source_tokens)
+    pairs = encode(spread(*Corpus.open(data).pairs("valid"), sentences), translator.tokenizer, longest)
+    if not pairs:
+        raise UserError(f"{data} valid has no sentences of 1 to {longest} pieces on either side")
+    return list(in_batches(pairs, 2048))
+
+
+def _overridden(spec: "RunSpec", data: Path, overrides: list[str]) -> "RunSpec":
+    """The model's own run on this data, with changes to its training."""
+    import tempfile
+
+    from hasten import spec as specs
+
+    for override in overrides:
+        if override.partition(".")[0] not in _SECTIONS:
+            raise UserError(f"{override!r}: here only {' and '.join(_SECTIONS)} can be changed")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(specs.dump(spec), encoding="utf-8")
+        return specs.load(path, [f"data.path={data}", *overrides])
+
+
+def _trainer(translator: "Translator") -> "Train":
+    """Training as `hasten train` does it, on pairs that are encoded once."""
+    from hasten.cli.progress import TrainingProgress
+    from hasten.data.corpus import Corpus
+    from hasten.models import GenerationModel
+    from hasten.training import checkpoint, loop, prepare
+    from hasten.training.card import write_card
+
+    tasks: dict[Any, Any] = {}
+
+    def train(spec: "RunSpec", directory: Path) -> GenerationModel:
+        if spec.data not in tasks:
+            tasks[spec.data] = prepare.make_task(spec, Corpus.open(spec.data.path), translator.tokenizer)[0]
+        with checkpoint.held(directory), TrainingProgress(None) as progress:
+            made = loop.train(
+                spec,
+                directory,
+                translator.tokenizer,
+                tasks[spec.data],
+                observe=progress.observe,
+                announce=progress.announce,
+            )
+        write_card(directory, spec, sum(parameter.numel() for parameter in made.parameters()))
+        return made
+
+    return train

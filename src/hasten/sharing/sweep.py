@@ -1,0 +1,177 @@
+"""Who shares, as the threshold falls: the time of decoding against the quality."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hasten.data.batch import Batch
+from hasten.data.tokenizer import Tokenizer
+from hasten.errors import UserError
+from hasten.models import GenerationModel
+from hasten.sharing.divergence import measure
+from hasten.sharing.learn import (
+    MODEL,
+    START,
+    Maps,
+    Policy,
+    Train,
+    maps_of,
+    match_heads,
+    shared_model,
+    starting_at,
+    with_maps,
+    write_model,
+)
+from hasten.sharing.sample import spread
+from hasten.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model of a sweep.
+
+    theta: the largest threshold that gives its policy, None for the original. milliseconds: the median of a sentence
+    alone. sentences_per_second: in batches of 32. front: no other model is both faster and better by chrF.
+    """
+
+    label: str
+    theta: float | None
+    maps: dict[str, list[int]]
+    milliseconds: float
+    sentences_per_second: float
+    bleu: float
+    chrf: float
+    front: bool = False
+
+
+Made = list[tuple[float, Maps, Path]]
+
+
+def models(
+    spec: RunSpec,
+    model: GenerationModel,
+    tokenizer: Tokenizer,
+    batches: Sequence[Batch],
+    policies: Mapping[float, Policy],
+    directory: Path,
+    train: Train | None,
+    *,
+    steps: int,
+    match: bool,
+    note: Callable[[str], None],
+) -> Made:
+    """A model directory for each different policy, trained for `steps` where `train` is given."""
+    similarities = measure(model.eval(), batches)
+    made: Made = []
+    for theta, policy in policies.items():
+        maps = policy.choose(similarities)
+        if maps == maps_of(model) or any(maps == other for _, other, _ in made):
+            continue
+        note(f"theta {theta:g}: " + "; ".join(f"{kind} {list(plan.numbers)}" for kind, plan in maps.items()))
+        own, here = with_maps(spec, maps, policy.shared_of_cross), directory / f"theta-{theta:g}"
+        orders = match_heads(model, maps, batches) if match else None
+        new = shared_model(model, own, tokenizer.vocab_size, orders)
+        if train is None:
+            write_model(here, own, tokenizer, new)
+        else:
+            write_model(here / START, own, tokenizer, new)
+            train(starting_at(own, here / START, steps), here / MODEL)
+        made.append((theta, maps, here if train is None else here / MODEL))
+    if not made:
+        raise UserError("no threshold makes any layers share; give lower ones, see `hasten share analyse`")
+    return made
+
+
+def timed(
+    original: str, made: Made, data: Path, sentences: int, threads: int, repeats: int, note: Callable[[str], None]
+) -> list[Point]:
+    """All models and the original, timed side by side on held-out sentences."""
+    import dataclasses
+
+    import hasten
+    from hasten.bench import decode
+    from hasten.bench.contestant import parse_all
+    from hasten.data.corpus import Corpus
+
+    pairs = spread(*Corpus.open(data).pairs("valid"), sentences)
+    sources, references = (list(side) for side in zip(*pairs, strict=True))
+    names = [original, *(str(path) for _, _, path in made)]
+    entries = parse_all(",".join(names))
+    ready = []
+    for entry in entries:
+        loaded = hasten.load(entry.model).model
+        ready.append(dataclasses.replace(entry, parameters=sum(p.numel() for p in loaded.parameters())))
+    rows = decode.run(decode.Plan(ready, sources, references, f"{data.name} valid", (threads,), repeats), note)
+    facts = [(None, maps_of(hasten.load(original).model)), *((theta, maps) for theta, maps, _ in made)]
+    points = [
+        Point(
+            "original" if theta is None else f"theta {theta:g}",
+            theta,
+            {kind: list(plan.numbers) for kind, plan in maps.items()},
+            row["latency_ms"]["median"],
+            row["sentences_per_second"],
+            row["quality"]["bleu"],
+            row["quality"]["chrf"],
+        )
+        for row, (theta, maps) in zip(rows, facts, strict=True)
+    ]
+    return front(points)
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points with those marked that no other one beats: at least as fast and as good, and better in one."""
+
+    def beaten(own: Point) -> bool:
+        return any(
+            (other.milliseconds <= own.milliseconds and other.chrf >= own.chrf)
+            and (other.milliseconds, other.chrf) != (own.milliseconds, own.chrf)
+            for other in points
+        )
+
+    return [Point(**{**asdict(point), "front": not beaten(point)}) for point in points]
+
+
+def markdown(points: Sequence[Point]) -> str:
+    """A table; those on the Pareto front are marked."""
+    base = next(point for point in points if point.theta is None)
+    lines = [
+        "| | Who computes | ms a sentence | Faster | Sentences/s | BLEU | chrF | Pareto |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for point in points:
+        maps = "; ".join(f"{kind} {numbers}" for kind, numbers in point.maps.items())
+        faster = base.milliseconds / point.milliseconds
+        lines.append(
+            f"| {point.label} | {maps} | {point.milliseconds:.1f} | {faster:.2f} | {point.sentences_per_second:.0f} "
+            f"| {point.bleu:.1f} | {point.chrf:.1f} | {'front' if point.front else ''} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write(points: Sequence[Point], path: Path) -> None:
+    """The rows as JSON lines."""
+    try:
+        path.write_text("".join(json.dumps(asdict(point)) + "\n" for point in points), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def picture(points: Sequence[Point], path: Path) -> None:
+    """Quality against time, the front joined by a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    best = sorted((point for point in points if point.front), key=lambda point: point.milliseconds)
+    axes.plot([p.milliseconds for p in best], [p.chrf for p in best], color="#bbbbbb", zorder=1)
+    for point in points:
+        axes.scatter(point.milliseconds, point.chrf, color="#00695c" if point.front else "#b0bec5", zorder=2)
+        axes.annotate(point.label, (point.milliseconds, point.chrf), xytext=(6, 4), textcoords="offset points")
+    axes.set_xlabel("milliseconds a sentence, median")
+    axes.set_ylabel("chrF")
+    axes.set_title("Shared attention: quality against time")
+    axes.margins(0.2)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
