@@ -127,6 +127,12 @@ def test_layers_of_another_mechanism_are_refused(tokenizer):
         check_exportable(model)
 
 
+def test_layers_that_share_attention_are_refused(tokenizer):
+    spec = AutoregressiveSpec(d_model=16, n_heads=2, d_ff=16, encoder_layers=1, decoder_layers=2, cross_sharing=(1, 1))
+    with pytest.raises(UserError, match=r"cross_sharing = \[1, 1\]: .* of its own in every layer"):
+        check_exportable(spec.build(tokenizer.vocab_size))
+
+
 def test_a_directory_in_use_is_kept(tokenizer, tmp_path):
     model = build(tokenizer)
     out = export(model, tokenizer, tmp_path / "ct2")

@@ -33,6 +33,9 @@ def check_exportable(model: GenerationModel) -> Autoregressive:
         other = sorted({str(layer.kind) for layer in getattr(spec, name)} - {"full"})
         if other:
             raise UserError(f"cannot export {name} of kind {', '.join(other)}: {holds} in every layer")
+    for name in ("encoder_sharing", "decoder_sharing", "cross_sharing"):
+        if any(number != layer for layer, number in enumerate(getattr(spec, name), 1)):
+            raise UserError(f"cannot export {name} = {list(getattr(spec, name))}: {holds} of its own in every layer")
     return model
 
 
