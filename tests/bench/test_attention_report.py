@@ -1,7 +1,7 @@
 import pytest
 
 from hasten.bench.attention import ratios
-from hasten.bench.attention_picture import picture, spread
+from hasten.bench.attention_picture import picture, shortened, spread
 from hasten.bench.attention_report import (
     crossover,
     exponent,
@@ -127,3 +127,10 @@ def test_the_picture_is_drawn_where_nothing_was_measured(tmp_path):
 )
 def test_labels_move_as_little_as_it_takes(places, expected):
     assert spread(places, 10, 0, 100) == pytest.approx(expected)
+
+
+def test_long_labels_leave_room_for_the_lines():
+    assert shortened("linformer(rank=64)") == "linformer(rank=64)"
+    cut = shortened('synthesizer(max_length=4096,parts=["factorised_random"])')
+    assert len(cut) == 36
+    assert cut.endswith("…")

@@ -25,6 +25,7 @@ _COLOURS = (
     "#8b5a2b",
 )
 _SIZE = 7.5  # of the lines' labels, in points
+_LONGEST = 36
 _PITCH = 1.45 * _SIZE  # from one label to the next
 
 
@@ -79,7 +80,7 @@ def _panel(axes: "Axes", rows: Sequence[Row], measure: str) -> list[tuple[float,
         x, y = zip(*costs, strict=True)
         axes.plot(x, y, color=colour, linestyle=dashes, linewidth=width, marker="o", markersize=2.5 + width / 2)
         power = exponent(costs)
-        ends.append((x[-1], y[-1], label + ("" if power is None else f"  $N^{{{power:.1f}}}$"), colour))
+        ends.append((x[-1], y[-1], shortened(label) + ("" if power is None else f"  $N^{{{power:.1f}}}$"), colour))
     axes.set_xscale("log")
     axes.set_yscale("log")
     ticks = lengths(rows)
@@ -102,7 +103,12 @@ def _panel(axes: "Axes", rows: Sequence[Row], measure: str) -> list[tuple[float,
 
 def _share(rows: Sequence[Row]) -> float:
     """How much of a panel's width the names take."""
-    return min(0.6, 0.07 + 0.0115 * max(map(len, labels(rows))))
+    return min(0.6, 0.07 + 0.0115 * max(len(shortened(label)) for label in labels(rows)))
+
+
+def shortened(label: str) -> str:
+    """A label that leaves room for the lines: long settings are cut, those at the front stay."""
+    return label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "…"
 
 
 def _label(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> None:
