@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import hasten
+from hasten.attention import AverageSpec
 from hasten.bench.machine import machine
 from hasten.data.batch import source_batch
 from hasten.data.corpus import Corpus
@@ -34,13 +35,16 @@ POLICIES = {
     "self {6}, cross {1,5}, output": {"decoder_sharing": SIX, "cross_sharing": (1, 2, 2, 2, 2, 2)},
     "self {6}, cross {6}, output": {"decoder_sharing": SIX, "cross_sharing": SIX},
     "self {6}, cross {6}, context": {"decoder_sharing": SIX, "cross_sharing": SIX, "shared_of_cross": "context"},
+    "average attention (AAN)": {"decoder_attention": (AverageSpec(),)},
+    "average attention (AAN), cross {6}, output": {"decoder_attention": (AverageSpec(),), "cross_sharing": SIX},
     "self {6}, cross {6}, weights": {"decoder_sharing": SIX, "cross_sharing": SIX, "shared_of_cross": "weights"},
 }
 
 
 def build(teacher: Autoregressive, vocab_size: int, changes: dict) -> Autoregressive:
     model = dataclasses.replace(teacher.spec, **changes).build(vocab_size).eval()
-    retrofit(teacher, model)
+    if "decoder_attention" not in changes:  # other layers have other weights; time does not mind
+        retrofit(teacher, model)
     return lay_out(model)
 
 
