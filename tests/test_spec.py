@@ -58,7 +58,7 @@ runs = st.fixed_dictionaries(
             st.fixed_dictionaries({"upsample": st.integers(1, 5), "glancing_end": st.floats(0, 0.9)}),
         ),
         "data": st.fixed_dictionaries({"path": texts, "distilled": st.none() | texts}),
-        "tokenizer": st.fixed_dictionaries({"vocab_size": st.integers(1), "from_model": st.none() | texts}),
+        "tokenizer": st.fixed_dictionaries({"vocab_size": st.integers(1, 2**40), "from_model": st.none() | texts}),
         "training": st.fixed_dictionaries(
             {
                 "learning_rate": st.floats(0, exclude_min=True, allow_infinity=False),
@@ -174,6 +174,23 @@ def test_an_override_cannot_enter_a_value(toml):
         ("data.path=3", "data.path: Input should be a valid string, got 3"),
         ("model.encoder_layers=1000000", "model.encoder_layers: Input should be"),
         ("model.encoder_attention=5", "model.encoder_attention: expected a list such as"),
+        ("model.encoder_sharing=3", "model.encoder_sharing: expected a list such as [1, 1, 3], got 3"),
+        (
+            "model.encoder_attention=[{kind = 'synthesizer', parts = 'random'}]",
+            "model.encoder_attention[0].parts: expected a list such as [\"dense\"], got 'random'",
+        ),
+        (
+            "model.encoder_attention=[{kind = 'heads', groups = 2}]",
+            'model.encoder_attention[0].groups: expected a list such as [{ heads = 2, attention = { kind = "full" } }]',
+        ),
+        (
+            "model.encoder_attention=[{kind = 'rfa', sigma = 1e300}]",
+            "model.encoder_attention[0].sigma: Input should be less than or equal to",
+        ),
+        (
+            "model.encoder_attention=[{kind = 'lsh', chunk = 1000000000000000000000}]",
+            "model.encoder_attention[0].chunk: Input should be less than or equal to",
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_place_and_remedy(override, answer, toml):

@@ -26,7 +26,7 @@ def explain(error: ValidationError, table: Any, root: type) -> str:
         got = found.get("kind") if isinstance(found, dict) else found
         return f"{where}.kind: choose one of {', '.join(kinds)}; got {got!r}{_closest(str(got), kinds)}"
     if problem["type"] in ("tuple_type", "list_type"):
-        return f'{where}: expected a list such as [{{ kind = "full" }}], got {problem["input"]!r}'
+        return f"{where}: expected a list such as {_example(problem['loc'], root)}, got {problem['input']!r}"
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}"
     message = problem["msg"].replace("an object", "a table").replace("Field required", "this is required")
@@ -72,6 +72,19 @@ def _advice(location: Sequence[str | int], root: type) -> str:
         if any(field.name == key for spec in _reached([section.name], root) for field in dataclasses.fields(spec)):
             return f"; did you mean {section.name}.{key}?"
     return "; allowed: " + ", ".join(allowed)
+
+
+def _example(location: Sequence[str | int], root: type) -> str:
+    """A list that may stand at a place: of tables, of words as by default, or of numbers."""
+    tables = _reached(location, root)
+    if tables:
+        table = '{ kind = "full" }'
+        return f"[{table}]" if kind_of(tables[0]) else f"[{{ heads = 2, attention = {table} }}]"
+    for spec in _reached(location[:-1], root):
+        for field in dataclasses.fields(spec):
+            if field.name == location[-1] and field.default:
+                return str(list(field.default)).replace("'", '"')  # type: ignore[call-overload]
+    return "[1, 1, 3]"
 
 
 def _closest(got: str, allowed: Iterable[str]) -> str:

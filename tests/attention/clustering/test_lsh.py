@@ -262,6 +262,11 @@ def test_sharing_keys_is_claimed_and_k_is_not_read():
     ("attempt", "message"),
     [
         (lambda: build(LSHSpec(buckets=3)), "got 3 buckets; give 1 or an even number"),
+        (lambda: build(LSHSpec(buckets=2**23)), "lsh: 8388608 buckets, of which a chunk and the one before are read"),
+        (
+            lambda: build(LSHSpec(strict=True, chunk=2**14, buckets=2**12)),
+            "lsh: chunk 16384 and 4096 buckets: their product is 67,108,864; give smaller ones, of at most 8,388,608",
+        ),
         (lambda: build(LSHSpec(strict=True, attend_across_buckets=True)), "leave attend_across_buckets out"),
         (
             lambda: build(LSHSpec(d_head=4)).operator(tokens(3), tokens(3), Mask()),
@@ -272,6 +277,13 @@ def test_sharing_keys_is_claimed_and_k_is_not_read():
 def test_what_cannot_be_is_refused(attempt, message: str):
     with pytest.raises(UserError, match=re.escape(message)):
         attempt()
+
+
+def test_the_widest_buckets_that_are_taken_are_still_told_apart():
+    q = tokens(40)
+    for spec in (LSHSpec(strict=True, chunk=2**11, buckets=2**12), LSHSpec(chunk=1, buckets=2**22)):
+        attention = build(spec)
+        assert torch.allclose(attention.operator(q, q, Mask()).dense(), attention.reference(q, q, Mask()), atol=1e-5)
 
 
 def test_an_empty_batch_gives_an_empty_batch():

@@ -286,6 +286,10 @@ def test_only_shared_keys_save_a_projection():
             lambda: build(RoutingSpec(n_heads=1)).operator(tokens(3), tokens(3), Mask()),
             "made for n_heads = 1, got 2; give both the same",
         ),
+        (
+            lambda: build(RoutingSpec(strict=True, window=2**20, clusters=100)),
+            "routing: window 1048576 and 100 clusters: their product is 104,857,600; give smaller ones",
+        ),
         (lambda: build(RoutingSpec(d_head=4)).operator(tokens(3), tokens(3), Mask()), "made for d_head = 4, got 6"),
     ],
 )

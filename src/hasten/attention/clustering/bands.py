@@ -11,10 +11,18 @@ from torch import Tensor
 
 from hasten.attention.clustering import gathered
 from hasten.attention.clustering.gathered import Tile, Tiles, at, flat
+from hasten.errors import UserError
 
 PENALTY = -1e9  # of a token's score with itself where it is a last resort: beyond any score, within the forbidden
 _TILE = 64  # rows of a tile where the definition leaves them open
 _NOBODY = -(2.0**24)
+_MOST = 2**23  # float32 counts to twice as far: the rest is for ranks
+
+
+def limit(what: str, span: int, n_buckets: int) -> None:
+    """`UserError` about `what` where so wide buckets, or so many, have codes that float32 does not hold exactly."""
+    if span * n_buckets > _MOST:
+        raise UserError(f"{what}: their product is {span * n_buckets:,}; give smaller ones, of at most {_MOST:,}")
 
 
 class Rule(ABC):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.attention.adapting import Drawn, numbers
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
-from hasten.attention.clustering.bands import PENALTY, Bands, Chunks, Recent, Rule
+from hasten.attention.clustering.bands import PENALTY, Bands, Chunks, Recent, Rule, limit
 from hasten.attention.clustering.definition import defined
 from hasten.attention.clustering.gathered import Merged, TileOperator, widened
 from hasten.attention.clustering.rings import Members, RingStep
@@ -49,6 +49,10 @@ class LSHSpec(MechanismSpec):
 
     def build(self) -> "LSHAttention | StrictLSHAttention":
         """The mechanism this spec describes."""
+        if self.strict:
+            limit(f"lsh: chunk {self.chunk} and {self.buckets} buckets", self.chunk, self.buckets)
+        else:
+            limit(f"lsh: {self.buckets} buckets, of which a chunk and the one before are read", 2, self.buckets)
         hashing = Hash(self.buckets, self.rounds, self.size("d_head"), seed=self.seed, redraw_every=self.redraw_every)
         if not self.strict:
             return LSHAttention(hashing, self.chunk, across=self.attend_across_buckets)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
-from hasten.attention.clustering.bands import Bands, Recent
+from hasten.attention.clustering.bands import Bands, Recent, limit
 from hasten.attention.clustering.centroids import Centroids
 from hasten.attention.clustering.clusters import Clusters, any_cluster
 from hasten.attention.clustering.definition import defined
@@ -20,7 +20,7 @@ from hasten.attention.clustering.rings import Members, RingStep
 from hasten.attention.masks import Mask, silence
 from hasten.attention.mechanism import MechanismSpec
 from hasten.errors import UserError
-from hasten.fields import NonNegativeFloat, PositiveInt, Seed, Share
+from hasten.fields import Factor, PositiveInt, Seed, Share
 
 _WINDOW = 128
 
@@ -41,7 +41,7 @@ class RoutingSpec(MechanismSpec):
     """Read the last `window` tokens of the nearest cluster up to itself: causal in every sense, can decode."""
     decay: Share = 0.999
     """Share of a centroid that stays in an update."""
-    commitment: NonNegativeFloat = 1e-4
+    commitment: Factor = 1e-4
     """Weight of the loss that draws tokens to their centroids in training; 0: none."""
     n_heads: PositiveInt | None = None
     """Attention heads, each with centroids of its own; a model sets it."""
@@ -52,6 +52,9 @@ class RoutingSpec(MechanismSpec):
 
     def build(self) -> "RoutingAttention | StrictRoutingAttention":
         """The mechanism this spec describes."""
+        window = self.window or _WINDOW
+        if self.strict:
+            limit(f"routing: window {window} and {self.clusters} clusters", window, self.clusters)
         centroids = Centroids(
             self.size("n_heads"),
             self.clusters,
@@ -64,7 +67,7 @@ class RoutingSpec(MechanismSpec):
             return RoutingAttention(centroids, self.window, shared_qk=self.shared_qk)
         if not self.shared_qk:
             raise UserError("routing: strict=true is for keys that are the queries; leave shared_qk=false out")
-        return StrictRoutingAttention(centroids, self.window or _WINDOW)
+        return StrictRoutingAttention(centroids, window)
 
 
 class RoutingAttention(Attention):

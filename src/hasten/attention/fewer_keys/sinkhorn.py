@@ -25,7 +25,7 @@ from hasten.attention.fewer_keys.sinkhorn_reading import (
 from hasten.attention.fewer_keys.sinkhorn_sorting import MeanProducts, Sorting, SortNet, SortNetwork
 from hasten.attention.masks import Mask
 from hasten.attention.mechanism import MechanismSpec
-from hasten.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
+from hasten.fields import Factor, PositiveFactor, PositiveFloat, PositiveInt, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class SinkhornSpec(MechanismSpec):
     """Read, instead of own and sorted block, the first so many sorted blocks (SortCut); not causal."""
     mixture: bool = False
     """Add what full attention reads, at its cost."""
-    tau: PositiveFloat = 0.75
+    tau: PositiveFactor = 0.75
     """Temperature of the sorting: the lower, the nearer to a permutation."""
     iterations: PositiveInt = 16
     """Most rounds of normalising rows and columns; at lower temperatures more are needed."""
     tolerance: PositiveFloat = 1e-3
     """Rounds end when every column sums to 1 within this."""
-    noise: NonNegativeFloat = 1.0
+    noise: Factor = 1.0
     """Scale of the Gumbel noise on the logits in training."""
     seed: Seed = 0
     """Draws the noise; each layer of a model has draws of its own."""

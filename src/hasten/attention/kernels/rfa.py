@@ -26,7 +26,7 @@ from hasten.attention.kernels.kernel import (
 from hasten.attention.kernels.traced_sums import Sums, causal_sums
 from hasten.attention.masks import Mask, silence
 from hasten.attention.mechanism import MechanismSpec
-from hasten.fields import NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from hasten.fields import NonNegativeInt, PositiveFactor, PositiveInt, Seed
 
 # The least that an average weight counts for in a denominator. Estimates of the kernel err by about 1 / sqrt(features).
 FLOOR = 0.01
@@ -42,7 +42,7 @@ class RFASpec(MechanismSpec):
     """Random waves, a sine and a cosine each; the error of the estimated kernel falls with their square root."""
     d_head: PositiveInt | None = None
     """Width of the heads; a model sets it."""
-    sigma: PositiveFloat = 1.0
+    sigma: PositiveFactor = 1.0
     """Sharpness of the kernel at the start, exp(-sigma^2 |x - y|^2 / 2); learnt, for every entry of a head."""
     gate: bool = False
     """Let the past fade by a learnt gate; for causal self-attention."""
