@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
+import torch
 
 from hasten.cli import main
 from hasten.cli.progress import readable
@@ -104,3 +105,21 @@ def test_more_threads_than_any_machine_has_are_refused(monkeypatch, capsys, verb
     code, _, err = call(monkeypatch, capsys, verb, "--threads", "100000")
     assert (code, err.count("\n")) == (2, 1)
     assert "less than or equal to 1024" in err
+
+
+@pytest.mark.parametrize("size", [2**50, 2**62], ids=str)
+def test_a_tensor_that_does_not_fit_is_one_line_and_any_other_failure_is_not_hidden(monkeypatch, capsys, size: int):
+    def allocate(**options: object) -> None:
+        torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr("hasten.cli.app", allocate)
+    code, _, err = call(monkeypatch, capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: this machine has too little memory for that")
+
+    def fail(**options: object) -> None:
+        torch.zeros(2) @ torch.zeros(3)
+
+    monkeypatch.setattr("hasten.cli.app", fail)
+    with pytest.raises(RuntimeError, match="size"):
+        main()

@@ -45,6 +45,10 @@ def test_what_is_for_one_sequence_reads_no_memory_and_no_reason_of_another_task_
 def test_a_mistake_in_a_setting_names_the_layer():
     with pytest.raises(UserError, match="encoder attention, layer 2: lsh: got 3 buckets; give 1 or an even number"):
         Encoder(2, *SHAPE, (FullSpec(), LSHSpec(buckets=3)))
+    with pytest.raises(
+        UserError, match="decoder attention, layer 1: PerformerAttention was made for d_head = 8, got 4"
+    ):
+        decoder(PerformerSpec(d_head=8))
     with pytest.raises(UserError, match="d_model 9 cannot be cut into 2 heads"):
         Encoder(1, 9, 2, 16, 0.1, (FullSpec(),))
 

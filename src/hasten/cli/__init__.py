@@ -30,6 +30,14 @@ app.command("show", short_help="Draw a sparse attention pattern.")(show.show)
 app.command("export", short_help="Write a model for another engine, certified.")(export.export)
 
 
+_NO_MEMORY = "this machine has too little memory for that; use smaller batches, a smaller model or less text"
+_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+)  # as torch says it, which has no type for it
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         import hasten
@@ -67,7 +75,11 @@ def main() -> None:
         _drop_stdout()
         _fail(": ".join(str(part) for part in (error.filename, error.strerror or str(error)) if part))
     except MemoryError:
-        _fail("this machine has too little memory for that; use smaller batches, a smaller model or less text")
+        _fail(_NO_MEMORY)
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _OF_MEMORY):
+            raise
+        _fail(_NO_MEMORY)
     except (KeyboardInterrupt, Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)

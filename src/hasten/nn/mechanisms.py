@@ -80,9 +80,11 @@ def _build(
         try:
             if spec not in together:
                 together[spec] = iter(spec.build_layers(placed.count(spec)))
+            attention = next(together[spec])
+            attention.fits(n_heads, d_model // n_heads)
         except UserError as error:
             raise UserError(f"{_where(name, i)}: {error}") from error
-        made.append(next(together[spec]))
+        made.append(attention)
     return made
 
 
