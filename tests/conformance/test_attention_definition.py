@@ -55,6 +55,22 @@ def test_any_length_will_do(case: Case, mask: str, length: int):
     assert_equal(gradients(out, (q, k, v)), gradients(weights @ v, (q, k, v)))
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (0, 0), (2, 0)])
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("padded", [False, True], ids=["real", "padded"])
+@each
+def test_nothing_has_no_outputs_or_is_refused(case: Case, padded: bool, causal: bool, batch: int, length: int):
+    attention, traits = case.build(), case.traits
+    q = k = v = torch.zeros(batch, 2, length, 4, dtype=torch.float64)
+    keys = torch.zeros(batch, length, dtype=torch.bool) if padded and traits.key_padding else None
+    mask = Mask(causal=causal and traits.causal is not None, keys=keys)
+    if length or traits.empty:
+        assert attention.operator(q, k, mask).apply(v).shape == q.shape
+    else:
+        with pytest.raises(UserError, match="got 0 queries and 0 keys; give at least one of each"):
+            attention.operator(q, k, mask)
+
+
 @each_mask
 def test_values_may_have_a_width_of_their_own(case: Case, mask: str):
     attention, given = case.build(), make_mask(mask, 7, 7)

@@ -54,6 +54,7 @@ class AverageAttention(Attention):
         step=True,
         normalised=True,
         key_padding=True,
+        empty=True,
         dropout=False,
         suffix=True,
         needs=frozenset(),

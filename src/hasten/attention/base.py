@@ -31,6 +31,7 @@ class Traits:
     needs: which of the projections "query" and "key" the mechanism reads.
     shared_qk: one projection serves as query and key.
     max_length: longest sequence, None where there is no limit.
+    empty: sequences without positions are taken, too.
     n_heads, d_head: the heads it is made for and their width, None for any.
     external: how many learnt tokens must stand before the sequence.
     second_projections: marked and first tokens are read, as queries, through projections of their own.
@@ -53,6 +54,7 @@ class Traits:
     needs: frozenset[str] = field(default_factory=lambda: frozenset({"query", "key"}))
     shared_qk: bool = False
     max_length: int | None = None
+    empty: bool = False
     n_heads: int | None = None
     d_head: int | None = None
     external: int = 0
@@ -173,6 +175,8 @@ class Attention(nn.Module, ABC):
                 raise UserError(f"{name} takes no mask with {what}; FullAttention takes every kind but marked tokens")
         if not (traits.cross or traits.suffix) and q.shape[2] != k.shape[2]:
             raise UserError(f"{name} is for self-attention: got {q.shape[2]} queries and {k.shape[2]} keys")
+        if not traits.empty and not (q.shape[2] and k.shape[2]):
+            raise UserError(f"{name} got {q.shape[2]} queries and {k.shape[2]} keys; give at least one of each")
         if traits.max_length is not None and max(q.shape[2], k.shape[2]) > traits.max_length:
             raise UserError(
                 f"{name} was made for at most {traits.max_length} positions, "

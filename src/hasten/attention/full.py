@@ -43,6 +43,7 @@ class FullAttention(Attention):
         step=True,
         normalised=True,
         key_padding=True,
+        empty=True,
         dropout=True,
         suffix=True,
         allowed=True,

@@ -110,6 +110,7 @@ def _common(traits: Sequence[Traits], n_heads: int) -> Traits:
         needs=frozenset().union(*(one.needs for one in traits)),
         shared_qk=traits[0].shared_qk,
         max_length=min(lengths) if lengths else None,
+        empty=all_of(lambda one: one.empty),
         n_heads=n_heads,
         d_head=next((one.d_head for one in traits if one.d_head is not None), None),
         external=traits[0].external,

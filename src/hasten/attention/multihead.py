@@ -206,9 +206,7 @@ class MultiHeadAttention(nn.Module):
         """Attention from `x` over a remembered memory."""
         return self.attend_memory(x, memory).output
 
-    def attend_memory(
-        self, x: Float[Tensor, "B n D"], memory: CrossState, carried: Attended | None = None
-    ) -> Attended:
+    def attend_memory(self, x: Float[Tensor, "B n D"], memory: CrossState, carried: Attended | None = None) -> Attended:
         """`recall`, and what other layers can share."""
         (q,) = self._project(x, self._query)
         mask = Mask(keys=memory.mask, silent=True)

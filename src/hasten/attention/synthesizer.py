@@ -92,6 +92,7 @@ class Synthesizer(Attention):
             step=True,
             normalised=True,
             key_padding=True,
+            empty=True,
             dropout=True,
             suffix=True,
             allowed=True,

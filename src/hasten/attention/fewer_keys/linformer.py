@@ -185,6 +185,7 @@ class LinformerAttention(Attention):
             step=False,
             normalised=projection.normalised,
             key_padding=True,
+            empty=True,
             dropout=False,
             max_length=max_length,
             n_heads=projection.n_heads,

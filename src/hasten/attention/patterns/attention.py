@@ -50,6 +50,7 @@ class PatternAttention(Attention):
             step=self.ahead is not None and not marked,
             normalised=True,
             key_padding=True,
+            empty=True,
             dropout=True,
             marked=marked,
             external=max((shape.tokens for shape in shapes if isinstance(shape, External)), default=0),
