@@ -54,6 +54,18 @@ class Call(nn.Module):
         return self.attention.operator(q, k, mask).apply(v)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@each
+def test_a_backward_pass_may_stand_within_autocast(case: Case, causal: bool):
+    attention = case.build().float()
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        operator = attention.operator(q, k, Mask(causal=causal and case.traits.causal is not None))
+        operator.apply(v).float().square().sum().backward()
+    assert v.grad is not None
+    assert v.grad.isfinite().all()
+
+
 @pytest.mark.usefixtures("unchecked")
 @each
 def test_it_compiles_into_one_graph_for_all_lengths(case: Case):

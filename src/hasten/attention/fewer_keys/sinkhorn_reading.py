@@ -165,17 +165,18 @@ class _InTurn(torch.autograd.Function):
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, mixed, own, v_mixed, v_own)
         ]
         of_bias = q.new_empty(*q.shape[:3], 1, 2 * size) if ctx.needs_input_grad[6] else None
-        for at in _turns(q):
-            w, g = weights[at], grad[at]
-            of_w = g @ torch.cat((v_mixed[at], v_own[at]), dim=1).transpose(1, 2)
-            _product(w[:, :, :size].transpose(1, 2), g, 1.0, of_v_mixed[at])
-            _product(w[:, :, size:].transpose(1, 2), g, 1.0, of_v_own[at])
-            of_scores = of_w.sub_((of_w * w).sum(-1, keepdim=True)).mul_(w)
-            _product(of_scores, torch.cat((mixed[at], own[at]), dim=1), scale, of_q[at])
-            _product(of_scores[:, :, :size].transpose(1, 2), q[at], scale, of_mixed[at])
-            _product(of_scores[:, :, size:].transpose(1, 2), q[at], scale, of_own[at])
-            if of_bias is not None:
-                of_bias[at] = of_scores.sum(1, keepdim=True)
+        with torch.autocast(q.device.type, enabled=False):  # whoever calls backward() within autocast
+            for at in _turns(q):
+                w, g = weights[at], grad[at]
+                of_w = g @ torch.cat((v_mixed[at], v_own[at]), dim=1).transpose(1, 2)
+                _product(w[:, :, :size].transpose(1, 2), g, 1.0, of_v_mixed[at])
+                _product(w[:, :, size:].transpose(1, 2), g, 1.0, of_v_own[at])
+                of_scores = of_w.sub_((of_w * w).sum(-1, keepdim=True)).mul_(w)
+                _product(of_scores, torch.cat((mixed[at], own[at]), dim=1), scale, of_q[at])
+                _product(of_scores[:, :, :size].transpose(1, 2), q[at], scale, of_mixed[at])
+                _product(of_scores[:, :, size:].transpose(1, 2), q[at], scale, of_own[at])
+                if of_bias is not None:
+                    of_bias[at] = of_scores.sum(1, keepdim=True)
         return None, *grads, of_bias
 
 
