@@ -111,6 +111,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     return parse(table, str(path))
 
 
+def changed(spec: RunSpec, overrides: Sequence[str], origin: str) -> RunSpec:
+    """A run after `section.key=value` overrides; `origin` names it in errors."""
+    table = tomllib.loads(dump(spec))
+    for override in overrides:
+        _apply(table, override)
+    return parse(table, origin)
+
+
 def parse(table: dict[str, Any], origin: str) -> RunSpec:
     """A run from nested tables; `origin` names them in errors. Types are strict: "500" is no number, 1 no flag."""
     try:

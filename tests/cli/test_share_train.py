@@ -96,8 +96,14 @@ def test_a_sweep_times_each_policy_and_names_the_front(place, monkeypatch, capsy
             "a threshold for 'cross'",
         ),
         ("train", ["--theta", "0.5", "model.d_model=8"], "here only training and data can be changed"),
-        ("train", ["--theta", "0.5", "training.stepz=8"], "unknown key training.stepz"),
+        (
+            "train",
+            ["--theta", "0.5", "training.stepz=8"],
+            "error: the model's settings with these overrides: unknown key training.stepz",
+        ),
         ("sweep", ["--thetas", "high"], "--thetas: 'high'; write numbers"),
+        ("sweep", ["--thetas", "-1,nan"], "--thetas: '-1,nan'; write numbers"),
+        ("sweep", ["--kinds", ","], "--kinds: ','; name one or more"),
         ("sweep", ["--kinds", "sideways"], "a threshold for 'sideways'"),
         ("sweep", ["--thetas", "2"], "no threshold makes any layers share"),
         ("train", ["--theta", "0.5", "--data", "nowhere"], "nowhere"),
@@ -121,3 +127,21 @@ def test_what_is_there_is_not_written_over(place, monkeypatch, capsys, tmp_path,
     assert share(monkeypatch, place, verb, *options, *theta) == 2
     assert "choose another --out" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_interruption_saves_and_says_how_to_go_on(place, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("hasten.cli.progress.TrainingProgress.stop_requested", lambda self: True)
+    out = tmp_path / "out"
+    options = ("--model", "teacher", "--data", "data", "--theta", "-1", "--out", out)
+    assert share(monkeypatch, place, "train", *options, "--round-steps", "9", "training.validate_sentences=0") == 130
+    run = out / "round-1" / "model"
+    said = capsys.readouterr().err
+    assert "stopped and saved at step 1" in said
+    assert f"hasten train {run / 'config.toml'} --out {run} --resume" in said
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["hasten", "train", f"{run}/config.toml", "--out", str(run), "--resume"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert hasten.load(run).model.spec.decoder_sharing == (1, 1, 1)

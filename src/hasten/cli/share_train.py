@@ -1,5 +1,6 @@
 """hasten share retrofit, train and sweep: models whose layers share attention."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -59,10 +60,9 @@ def retrofit(
     from hasten.sharing.divergence import measure
     from hasten.sharing.learn import match_heads as matched
     from hasten.sharing.learn import shared_model, with_maps, write_model
-    from hasten.training.checkpoint import claim
 
     thetas = _given(theta, theta_cross, theta_encoder)
-    claim(out, resume=False, force=False)
+    _claim(out)
     translator, spec = _load(model, threads)
     policy = _policy(translator, thetas, largest, form, shared_of_cross)
     batches = _batches(translator, data, sentences)
@@ -166,6 +166,8 @@ def sweep(
 
     thresholds = _numbers(thetas)
     names = [name.strip() for name in kinds.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--kinds: {kinds!r}; name one or more, for example decoder,cross")
     _claim(out)
     create(out)
     translator, spec = _load(model, threads)
@@ -216,9 +218,12 @@ def _policy(
 
 def _numbers(text: str) -> list[float]:
     try:
-        return sorted({float(part) for part in text.split(",")}, reverse=True)
+        numbers = {float(part) for part in text.split(",")}
     except ValueError:
-        raise UserError(f"--thetas: {text!r}; write numbers, for example 0.8,0.6,0.5") from None
+        numbers = set()
+    if not numbers or any(map(math.isnan, numbers)):
+        raise UserError(f"--thetas: {text!r}; write numbers, for example 0.8,0.6,0.5")
+    return sorted(numbers, reverse=True)
 
 
 def _claim(out: Path) -> None:
@@ -255,17 +260,15 @@ def _batches(translator: "Translator", data: Path, sentences: int) -> "list[Batc
 
 def _overridden(spec: "RunSpec", data: Path, overrides: list[str]) -> "RunSpec":
     """The model's own run on this data, with changes to its training."""
-    import tempfile
+    from dataclasses import replace
 
     from hasten import spec as specs
 
     for override in overrides:
-        if override.partition(".")[0] not in _SECTIONS:
+        if override.partition(".")[0].strip() not in _SECTIONS:
             raise UserError(f"{override!r}: here only {' and '.join(_SECTIONS)} can be changed")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.toml"
-        path.write_text(specs.dump(spec), encoding="utf-8")
-        return specs.load(path, [f"data.path={data}", *overrides])
+    own = replace(spec, data=replace(spec.data, path=str(data)))
+    return specs.changed(own, overrides, "the model's settings with these overrides")
 
 
 def _trainer(translator: "Translator") -> "Train":
@@ -282,14 +285,20 @@ def _trainer(translator: "Translator") -> "Train":
         if spec.data not in tasks:
             tasks[spec.data] = prepare.make_task(spec, Corpus.open(spec.data.path), translator.tokenizer)[0]
         with checkpoint.held(directory), TrainingProgress(None) as progress:
-            made = loop.train(
-                spec,
-                directory,
-                translator.tokenizer,
-                tasks[spec.data],
-                observe=progress.observe,
-                announce=progress.announce,
-            )
+            try:
+                made = loop.train(
+                    spec,
+                    directory,
+                    translator.tokenizer,
+                    tasks[spec.data],
+                    observe=progress.observe,
+                    announce=progress.announce,
+                    stop=progress.stop_requested,
+                )
+            except loop.Interrupted as interruption:
+                resume = f"hasten train {directory / checkpoint.CONFIG} --out {directory} --resume"
+                typer.echo(f"{interruption}; go on with this model by {resume}", err=True)
+                raise typer.Exit(130) from None
         write_card(directory, spec, sum(parameter.numel() for parameter in made.parameters()))
         return made
 

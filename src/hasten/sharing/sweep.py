@@ -69,7 +69,7 @@ def models(
         if maps == maps_of(model) or any(maps == other for _, other, _ in made):
             continue
         note(f"theta {theta:g}: " + "; ".join(f"{kind} {list(plan.numbers)}" for kind, plan in maps.items()))
-        own, here = with_maps(spec, maps, policy.shared_of_cross), directory / f"theta-{theta:g}"
+        own, here = with_maps(spec, maps, policy.shared_of_cross), directory / f"theta-{repr(theta).removesuffix('.0')}"
         orders = match_heads(model, maps, batches) if match else None
         new = shared_model(model, own, tokenizer.vocab_size, orders)
         if train is None:
