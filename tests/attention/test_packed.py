@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.mechanisms import Case, those
-from hasten.attention import FullAttention, FullSpec, Mask, MultiHeadAttention, Operator
+from hasten.attention import FullAttention, FullSpec, Mask, MultiHeadAttention, Operator, Traits
 from hasten.attention.packed import attend_packed, groups, pack, unpack
 from hasten.errors import UserError
 
@@ -32,8 +32,13 @@ def may_be_padded(case: Case) -> bool:
     return not case.traits.key_padding or "right" in case.sides
 
 
+def plain(traits: Traits) -> bool:
+    """Whether `MultiHeadAttention` is its layer."""
+    return not (traits.external or traits.second_projections or traits.unprojected)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
-@those(lambda case: may_be_padded(case) and not (case.traits.external or case.traits.second_projections))
+@those(lambda case: may_be_padded(case) and plain(case.traits))
 def test_a_packed_sequence_is_as_it_is_alone(case: Case, causal: bool):
     if causal and case.traits.causal is None:
         pytest.skip("not claimed")
