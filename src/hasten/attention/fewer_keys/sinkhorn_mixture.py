@@ -15,7 +15,7 @@ class SinkhornMixture(Attention):
     """The sum of what Sinkhorn attention and full attention read.
 
     The sorting adds to full attention rather than replacing it: cost and memory are those of both, quadratic in the
-    length without a fused kernel. Rows sum to 2 where something may be read. Source: Tay et al., 2020, section 3.
+    length without a fused kernel. Rows sum to 2 where something may be read. After the mixture of Tay et al., 2020.
     """
 
     def __init__(self, sinkhorn: Attention):
