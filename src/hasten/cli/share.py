@@ -10,14 +10,13 @@ import typer
 from hasten.cli import share_train
 from hasten.cli.bench import create
 from hasten.cli.limits import MOST_THREADS
+from hasten.cli.share_train import sample
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
-    from hasten.data.batch import Pair
     from hasten.nn.sharing import SourceMap
     from hasten.sharing.divergence import Similarity
     from hasten.sharing.record import Record
-    from hasten.translator import Translator
 
 PICTURE = "similarity.png"
 
@@ -63,7 +62,7 @@ def analyse(
         torch.set_num_threads(threads)
     translator = hasten.load(model, device=device)
     create(out)
-    pairs = _sample(translator, sources, targets, sentences, f"{data} {split}")
+    pairs = sample(translator, sources, targets, sentences, f"{data} {split}")
     typer.echo(f"{model}: reading {len(pairs):,} sentences", err=True)
     kinds = measure(translator.model, in_batches(pairs, batch_tokens))
     record = Record(kinds, model, str(data), split, len(pairs), _versions())
@@ -116,20 +115,6 @@ def policy(
         _print_plan(name, plan, similarity, threshold)
         overrides.append(f"model.{name}_sharing={_list(plan)}")
     typer.echo("settings: " + " ".join(map(shlex.quote, overrides)))
-
-
-def _sample(translator: "Translator", sources: list[str], targets: list[str], wanted: int, name: str) -> "list[Pair]":
-    """Encoded pairs that the model takes; says on stderr where some are left out."""
-    from hasten.sharing.sample import encode, spread
-
-    longest = min(translator.max_source_tokens, translator.model.longest or translator.max_source_tokens)
-    texts = spread(sources, targets, wanted)
-    pairs = encode(texts, translator.tokenizer, longest)
-    if not pairs:
-        raise UserError(f"{name} has no sentences of 1 to {longest} pieces on either side")
-    if len(pairs) < len(texts):
-        typer.echo(f"left out {len(texts) - len(pairs):,} with more than {longest} pieces on a side", err=True)
-    return pairs
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
-    from hasten.data.batch import Batch
+    from hasten.data.batch import Batch, Pair
     from hasten.sharing.learn import Policy, Train
     from hasten.spec import RunSpec
     from hasten.translator import Translator
@@ -249,13 +249,24 @@ def _vocabulary(translator: "Translator") -> int:
 
 def _batches(translator: "Translator", data: Path, sentences: int) -> "list[Batch]":
     from hasten.data.corpus import Corpus
-    from hasten.sharing.sample import encode, in_batches, spread
+    from hasten.sharing.sample import in_batches
+
+    pairs = sample(translator, *Corpus.open(data).pairs("valid"), sentences, f"{data} valid")
+    return list(in_batches(pairs, 2048))
+
+
+def sample(translator: "Translator", sources: list[str], targets: list[str], wanted: int, name: str) -> "list[Pair]":
+    """Encoded pairs that the model takes; says on stderr where some are left out."""
+    from hasten.sharing.sample import encode, spread
 
     longest = min(translator.max_source_tokens, translator.model.longest or translator.max_source_tokens)
-    pairs = encode(spread(*Corpus.open(data).pairs("valid"), sentences), translator.tokenizer, longest)
+    texts = spread(sources, targets, wanted)
+    pairs = encode(texts, translator.tokenizer, longest)
     if not pairs:
-        raise UserError(f"{data} valid has no sentences of 1 to {longest} pieces on either side")
-    return list(in_batches(pairs, 2048))
+        raise UserError(f"{name} has no sentences of 1 to {longest} pieces on either side")
+    if len(pairs) < len(texts):
+        typer.echo(f"left out {len(texts) - len(pairs):,} with more than {longest} pieces on a side", err=True)
+    return pairs
 
 
 def _overridden(spec: "RunSpec", data: Path, overrides: list[str]) -> "RunSpec":
