@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hasten.attention import AttentionSpec, Mask
+from hasten.attention import AttentionSpec, Mask, Traits
 from hasten.attention.masks import padding
 from hasten.attention.multihead import Attended
 from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
@@ -75,6 +76,65 @@ class Encoder(nn.Module):
         return self.norm(self.external.strip(x))
 
 
+class Own(NamedTuple):
+    """The self-attention that a decoder's layers are to have: specs, what its traits must be, and why."""
+
+    attention: Sequence[AttentionSpec]
+    able: Callable[[Traits], bool]
+    need: str
+
+
+def decoder_layers(
+    n_layers: int,
+    d_model: int,
+    n_heads: int,
+    d_ff: int,
+    dropout: float,
+    own: Own,
+    cross_attention: Sequence[AttentionSpec],
+    plans: tuple[SourceMap, SourceMap],
+    shared_of_cross: Shared,
+) -> tuple[nn.ModuleList, int | None, int | None]:
+    """The layers of a decoder, the most positions its self-attention takes, and the most of the encoder's."""
+    shape = (d_model, n_heads)
+    attention = build(own.attention, shape, n_layers, "decoder attention", own.able, own.need, plan=plans[0])
+    cross = build(
+        cross_attention,
+        shape,
+        n_layers,
+        "cross attention",
+        lambda traits: traits.cross and traits.key_padding,
+        "queries read another, padded sequence",
+        plan=plans[1],
+    )
+    pairs = zip(
+        attention_layers(attention, plans[0], *shape, "weights", "decoder attention"),
+        attention_layers(cross, plans[1], *shape, shared_of_cross, "cross attention"),
+        strict=True,
+    )
+    layers = nn.ModuleList(DecoderLayer(d_model, d_ff, dropout, a, b) for a, b in pairs)
+    return layers, longest(attention), longest(cross)
+
+
+def through(
+    layers: nn.ModuleList,
+    x: Float[Tensor, "B T D"],
+    memory: Float[Tensor, "B S D"],
+    masks: tuple[Mask, Mask],
+    plans: tuple[SourceMap, SourceMap],
+    observe: Observer,
+) -> Float[Tensor, "B T D"]:
+    """x after all layers of a decoder; masks and source maps are those of its own positions and of the encoder's."""
+    own, cross = (Carry(plan) for plan in plans)
+    for i, layer in enumerate(layers):
+        x, attended, read = layer(x, memory, *masks, own.take(i), cross.take(i))
+        own.put(i, attended)
+        cross.put(i, read)
+        observe("self", i, attended)
+        observe("cross", i, read)
+    return x
+
+
 class Decoder(nn.Module):
     """Causal layers over an encoder's states and a final normalisation; whole sequences or step by step.
 
@@ -98,32 +158,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.plan = SourceMap.of(sharing, n_layers, "decoder_sharing")
         self.cross_plan = SourceMap.of(cross_sharing, n_layers, "cross_sharing")
-        shape = (d_model, n_heads)
-        own = build(
+        own = Own(
             attention,
-            shape,
-            n_layers,
-            "decoder attention",
             lambda traits: traits.causal == "strict" and traits.step,
             "outputs are made step by step: the mechanism must be strictly causal",
-            plan=self.plan,
         )
-        cross = build(
-            cross_attention,
-            shape,
-            n_layers,
-            "cross attention",
-            lambda traits: traits.cross and traits.key_padding,
-            "queries read another, padded sequence",
-            plan=self.cross_plan,
+        shape = (d_model, n_heads, d_ff, dropout)
+        plans = (self.plan, self.cross_plan)
+        self.layers, self.longest, self.longest_memory = decoder_layers(
+            n_layers, *shape, own, cross_attention, plans, shared_of_cross
         )
-        self.longest, self.longest_memory = longest(own), longest(cross)
-        pairs = zip(
-            attention_layers(own, self.plan, *shape, "weights", "decoder attention"),
-            attention_layers(cross, self.cross_plan, *shape, shared_of_cross, "cross attention"),
-            strict=True,
-        )
-        self.layers: nn.ModuleList = nn.ModuleList(DecoderLayer(d_model, d_ff, dropout, a, b) for a, b in pairs)
         self.norm = nn.LayerNorm(d_model)
 
     def forward(
@@ -136,14 +180,8 @@ class Decoder(nn.Module):
         """Teacher forcing. `memory_mask` (B, S) is True on real source positions."""
         # Padding in x stands on the right, where no earlier position can read it: causality is mask enough.
         causal, keys = Mask(causal=True), padding(memory_mask)
-        own, cross = Carry(self.plan), Carry(self.cross_plan)
-        for i, layer in enumerate(self.layers):
-            x, attended, read = layer(x, memory, causal, keys, own.take(i), cross.take(i))
-            own.put(i, attended)
-            cross.put(i, read)
-            observe("self", i, attended)
-            observe("cross", i, read)
-        return self.norm(x)
+        masks, plans = (causal, keys), (self.plan, self.cross_plan)
+        return self.norm(through(self.layers, x, memory, masks, plans, observe))
 
     def begin(self, memory: Float[Tensor, "B S D"], memory_mask: Tensor) -> tuple[DecoderLayerState, ...]:
         """The state before the first step."""
