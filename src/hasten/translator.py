@@ -15,8 +15,9 @@ from hasten.data.tokenizer import Tokenizer
 from hasten.decoding.beam import Hypothesis, StepModel, beam_search, length_normalised
 from hasten.decoding.frame import Frame
 from hasten.decoding.refine import Decoded, final, refine
+from hasten.decoding.rerank import judge
 from hasten.errors import UserError
-from hasten.models.base import GenerationModel, Memory
+from hasten.models.base import Drafting, GenerationModel, Memory, Scoring
 from hasten.nn.layout import lay_out
 from hasten.pretrained import resolve
 from hasten.spec import RunSpec
@@ -28,14 +29,15 @@ _FEWEST_SOURCE_TOKENS = 16  # so that every single character fits, spelt as byte
 _LINE_BREAKS = str.maketrans("\r\n", "  ")
 
 
-def load(name: str | Path, device: str = "cpu") -> "Translator":
+def load(name: str | Path, device: str = "cpu", *, decoding: Sequence[str] = ()) -> "Translator":
     """A translator from a bundled name, a run directory or a Hugging Face hub id; nothing in it is executed.
 
+    decoding: changes to the model's own settings of decoding, for example ("iterations=4",), in TOML notation.
     Weights are computed with in float32, whatever they are stored in. Lines longer than the pairs the model learnt from
     (`data.max_tokens` of its configuration) are long for it. Raises `UserError` where anything is missing or damaged.
     """
     directory = resolve(name)
-    spec, tokenizer, model = checkpoint.read_run(directory)
+    spec, tokenizer, model = checkpoint.read_run(directory, decoding)
     try:
         model = model.to(torch.device(device))
         model.embedding.weight[0, 0].item()  # some devices hold no numbers
@@ -52,6 +54,7 @@ class Candidate:
     log_prob: log probability of the decisions that made it. For an autoregressive model log p(tokens | source), the end
     symbol included; for CTC by beam search the sum over all its paths, without a beam that of the best frames.
     score ranks the candidates of a line: the mean of log_prob over the tokens, for CTC by beam search log_prob itself.
+    Where a rescorer judged, both are that model's.
     A line that was split has the sum of the log_probs and the mean of the scores of its parts.
     """
 
@@ -113,14 +116,22 @@ class Translator:
         return self.model.embedding.weight.device
 
     def translate(
-        self, lines: Iterable[str], *, beam: int = 1, batch_tokens: int = 4096, on_long: OnLong = "split"
+        self,
+        lines: Iterable[str],
+        *,
+        beam: int = 1,
+        rescorer: "Translator | None" = None,
+        batch_tokens: int = 4096,
+        on_long: OnLong = "split",
     ) -> list[str]:
         """One translation a line, in order, without line breaks; lines without text stay empty.
 
-        `beam` 1 takes the model's own decoding loop, more search for a more probable output. `batch_tokens` bounds the
-        padded source tokens times beam that are decoded at once; it changes speed and memory, not the result.
+        `beam` 1 takes the model's own decoding loop, more search for a more probable output: a beam of outputs begun,
+        or so many outputs side by side (lengths, fertilities). A `rescorer` chooses among those by its own mean log
+        probability of a token, in one pass (noisy parallel decoding). `batch_tokens` bounds the padded source tokens
+        times beam that are decoded at once; it changes speed and memory, not the result.
         """
-        found = self.candidates(lines, beam=beam, batch_tokens=batch_tokens, on_long=on_long)
+        found = self.candidates(lines, beam=beam, rescorer=rescorer, batch_tokens=batch_tokens, on_long=on_long)
         return [best[0].text for best in found]
 
     def candidates(
@@ -129,34 +140,76 @@ class Translator:
         *,
         beam: int = 1,
         n_best: int = 1,
+        rescorer: "Translator | None" = None,
         batch_tokens: int = 4096,
         on_long: OnLong = "split",
     ) -> list[list[Candidate]]:
         """The `n_best` translations of every line, best first; fewer where fewer are possible or texts coincide.
 
-        Raises `UserError` for n_best > beam, for numbers out of range, for lines that are no strings, for models
-        without a beam search where beam > 1, and with on_long "error" `LineTooLong` before anything is decoded.
+        Raises `UserError` for n_best > beam, for numbers out of range, for lines that are no strings, for models that
+        give one output only where beam > 1, for a rescorer that gives no probabilities, and with on_long "error"
+        `LineTooLong` before anything is decoded.
         """
         if not 1 <= n_best <= beam:
             raise UserError(f"n_best is {n_best} and beam {beam}; need 1 <= n_best <= beam")
         if batch_tokens < 1:
             raise UserError(f"batch_tokens is {batch_tokens}, allowed 1 or more")
+        if rescorer is not None:
+            rescorer._scoring()
         lines = _checked(lines)
         parts = self._parts(lines, on_long)
         results = [[Candidate("", 0.0, 0.0)] for _ in lines]
         n_parts = [0] * len(lines)
-        decoded: list[list[Hypothesis]] = [[] for _ in parts]
+        decoded: list[list[Candidate]] = [[] for _ in parts]
+        wanted = n_best if rescorer is None else beam
         for group in group_by_tokens([len(part.ids) + 1 for part in parts], max(1, batch_tokens // beam)):
             source, mask = self._batch([parts[i] for i in group])
-            for i, hypotheses in zip(group, self._search(source, mask, beam, n_best), strict=True):
-                decoded[i] = hypotheses
-        for part, hypotheses in zip(parts, decoded, strict=True):
-            joined = _join(results[part.line], self._candidates(hypotheses), n_best)
+            for i, hypotheses in zip(group, self._search(source, mask, beam, wanted), strict=True):
+                decoded[i] = self._candidates(hypotheses)
+        if rescorer is not None:
+            decoded = rescorer._rescored([self.tokenizer.decode(part.ids) for part in parts], decoded, batch_tokens)
+        for part, found in zip(parts, decoded, strict=True):
+            joined = _join(results[part.line], found[:n_best], n_best)
             results[part.line], n_parts[part.line] = joined, n_parts[part.line] + 1
         return [
             [Candidate(c.text, c.score / max(1, n), c.log_prob) for c in line]
             for line, n in zip(results, n_parts, strict=True)
         ]
+
+    def score(self, sources: Iterable[str], targets: Iterable[str], *, batch_tokens: int = 4096) -> list[float]:
+        """Of every target the mean log probability of a token given its source, the end symbol counted.
+
+        Texts are scored as they are, however long. Raises `UserError` for models that do not give it in one pass (one-
+        pass models marginalise over alignments), and where there are not as many targets as sources.
+        """
+        texts = _checked(sources), _checked(targets)
+        if len(texts[0]) != len(texts[1]):
+            raise UserError(f"{len(texts[0])} sources and {len(texts[1])} targets; give as many of each")
+        return [mean for _, mean in self._judge(*texts, batch_tokens)]
+
+    def _scoring(self) -> Scoring:
+        if not isinstance(self.model, Scoring):
+            raise UserError(
+                f"{type(self.model).__name__} models give no probability of a given text in one pass; "
+                "an autoregressive model does"
+            )
+        return self.model
+
+    def _judge(self, sources: Sequence[str], targets: Sequence[str], batch_tokens: int) -> list[tuple[float, float]]:
+        sides = ([self.tokenizer.encode(text.strip()) for text in texts] for texts in (sources, targets))
+        pairs = list(zip(*sides, strict=True))
+        return judge(self._scoring(), pairs, batch_tokens=batch_tokens, device=self.device)
+
+    def _rescored(
+        self, sources: Sequence[str], found: Sequence[Sequence[Candidate]], batch_tokens: int
+    ) -> list[list[Candidate]]:
+        """The candidates of every source by what this model thinks of them, best first."""
+        repeated = [source for source, own in zip(sources, found, strict=True) for _ in own]
+        judged = iter(self._judge(repeated, [c.text for own in found for c in own], batch_tokens))
+        scored = [
+            [Candidate(c.text, mean, total) for c, (total, mean) in zip(own, judged, strict=False)] for own in found
+        ]
+        return [sorted(own, key=lambda candidate: -candidate.score) for own in scored]
 
     def trace(self, line: str) -> list[Frame]:
         """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""
@@ -197,6 +250,8 @@ class Translator:
     def _search(self, source: Tensor, mask: Tensor, beam: int, n_best: int) -> list[list[Hypothesis]]:
         if beam == 1:
             return [[_greedy(decoded)] for decoded in final(refine(self.model, source, mask), len(source))]
+        if isinstance(self.model, Drafting):
+            return self._side_by_side(source, mask, beam, n_best)
         with torch.inference_mode():
             memory = self.model.encode(source, mask)
             if isinstance(self.model, StepModel):
@@ -204,6 +259,12 @@ class Translator:
             if isinstance(self.model, NBestModel):
                 return self.model.candidates(memory, beam=beam, n_best=n_best)
         raise UserError(f"{type(self.model).__name__} models have no beam search; use beam 1")
+
+    def _side_by_side(self, source: Tensor, mask: Tensor, beam: int, n_best: int) -> list[list[Hypothesis]]:
+        """The best of `beam` outputs decoded at once; of equal ones the first begun."""
+        rows = [_greedy(row) for row in final(refine(self.model, source, mask, beam), beam * len(source))]
+        groups = (rows[i : i + beam] for i in range(0, len(rows), beam))
+        return [sorted(group, key=lambda hypothesis: -hypothesis.score)[:n_best] for group in groups]
 
     def _candidates(self, hypotheses: Sequence[Hypothesis]) -> list[Candidate]:
         """Texts of hypotheses; of those that read the same the best one stays."""

@@ -11,19 +11,37 @@ from hasten.errors import UserError
         ("runs/teacher:beam=4", Contestant("runs/teacher", beam=4)),
         ("ctranslate2:en-de-teacher", Contestant("en-de-teacher", "ctranslate2")),
         ("ctranslate2:en-de-teacher:int8:beam=5", Contestant("en-de-teacher", "ctranslate2", "int8", 5)),
+        ("a:iterations=4:adaptive=false", Contestant("a", decoding=("iterations=4", "adaptive=false"))),
+        ("a:beam=9:rescorer=en-de-teacher", Contestant("a", beam=9, rescorer="en-de-teacher")),
     ],
 )
 def test_a_contestant_is_read_as_written(text, expected):
     assert parse(text) == expected
 
 
-@pytest.mark.parametrize("text", ["a", "a:beam=4", "ctranslate2:a:int8", "ctranslate2:a:float32:beam=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["a", "a:beam=4", "ctranslate2:a:int8", "ctranslate2:a:float32:beam=2", "a:x=4:y=1", "a:beam=2:rescorer=b:x=1"],
+)
 def test_a_label_is_what_was_written(text):
     assert parse(text).label == text
 
 
 @pytest.mark.parametrize(
-    "text", ["a:beam=0", "a:beam=x", "a:int8", "a:greedy", "ctranslate2:a:int4", ":beam=4", "a:beam=²"]
+    "text",
+    [
+        "a:beam=0",
+        "a:beam=x",
+        "a:int8",
+        "a:greedy",
+        "ctranslate2:a:int4",
+        ":beam=4",
+        "a:beam=²",
+        "a:=4",
+        "a:x=",
+        "ctranslate2:a:x=1",
+        "a:rescorer=b",
+    ],
 )
 def test_other_options_are_refused(text):
     with pytest.raises(UserError, match="--models"):

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import subprocess
 import sys
@@ -75,13 +76,26 @@ def test_a_trace_ends_in_the_translation(run, tiny_run, tmp_path: Path):
     rows = [json.loads(row) for row in (tmp_path / "trace").read_text(encoding="utf-8").split("\n")[:-1]]
     assert code == 0
     assert out == run(encoded(LINES))[1]
-    assert set(rows[0]) == {"line", "part", "iteration", "kind", "pieces", "scores", "done"}
+    assert set(rows[0]) == {"line", "part", "iteration", "kind", "pieces", "scores", "unsure", "done"}
+    assert all(row["unsure"] == [i for i, x in enumerate(row["scores"]) if math.exp(x) < 0.5] for row in rows)
     assert [row["kind"] for row in rows] == ["fill", "collapse"] * 5
     assert sorted({row["line"] for row in rows}) == [1, 3, 5, 6, 7], "lines without text have no frames"
     tokenizer = hasten.load(tiny_run("ctc")).tokenizer
     number = {piece: i for i, piece in enumerate(tokenizer.pieces())}
     last = next(row for row in rows if row["done"])
     assert tokenizer.decode([number[piece] for piece in last["pieces"]]).strip() == out.decode().split("\n")[0]
+
+
+def test_a_trace_to_read_has_what_is_unsure_in_brackets(run, tmp_path: Path):
+    for confidence in ("0", "1"):
+        run(encoded(LINES), "--trace", str(tmp_path / "t"), "--confidence", confidence)
+        run(encoded(LINES), "--trace", str(tmp_path / "t.txt"), "--confidence", confidence)
+        rows = [json.loads(row) for row in (tmp_path / "t").read_text(encoding="utf-8").split("\n")[:-1]]
+        lines = (tmp_path / "t.txt").read_text(encoding="utf-8").split("\n")[:-1]
+        for row, line in zip(rows, lines, strict=True):
+            pieces = [f"[{p}]" if i in row["unsure"] else p for i, p in enumerate(row["pieces"])]
+            assert line == f"{row['line']}\t{row['iteration']} {row['kind']}\t{' '.join(pieces)}"
+        assert any("[" in line for line in lines) is (confidence != "0")
 
 
 def test_what_is_no_utf8_ends_the_run_after_the_lines_before_it(run):
@@ -107,6 +121,10 @@ def test_a_long_line_is_split_or_ends_the_run_after_the_lines_before_it(run):
         (["--beam", "2", "--nbest", "3"], "--nbest 3 is more than --beam 2"),
         (["--beam", "2", "--trace", "t"], "--trace"),
         (["--beam", "0"], "--beam"),
+        (["--rescorer", "x"], "--rescorer has one output to choose from"),
+        (["--beam", "2", "--rescorer", "no-such-model"], "no model 'no-such-model'"),
+        (["--decoding", "iterations=4"], "have no settings of decoding to change"),
+        (["--confidence", "2"], "--confidence"),
         (["--batch-tokens", "0"], "--batch-tokens"),
         (["--on-long", "truncate"], "--on-long"),
         (["--device", "toaster"], "device 'toaster'"),

@@ -84,10 +84,11 @@ def test_a_frame_is_written_row_by_row():
     tokens = torch.tensor([[7, 8, PAD], [9, BLANK, 7]])
     frame = Frame(2, "fill", torch.tensor([0, 4]), tokens, torch.full((2, 3), -0.5), torch.tensor([True, False]))
     shared = {"iteration": 2, "kind": "fill"}
-    assert list(frame.records(PIECES)) == [
-        {"part": 0, **shared, "pieces": ["a", "b"], "scores": [-0.5] * 2, "done": True},
-        {"part": 4, **shared, "pieces": ["c", "<blank>", "a"], "scores": [-0.5] * 3, "done": False},
-    ]
+    first = {"part": 0, **shared, "pieces": ["a", "b"], "scores": [-0.5] * 2, "done": True}
+    other = {"part": 4, **shared, "pieces": ["c", "<blank>", "a"], "scores": [-0.5] * 3, "done": False}
+    assert list(frame.records(PIECES)) == [{**first, "unsure": []}, {**other, "unsure": []}]
+    assert list(frame.records(PIECES, 0.61)) == [{**first, "unsure": [0, 1]}, {**other, "unsure": [0, 1, 2]}]
+    assert list(frame.records(PIECES, 0.60)) == [{**first, "unsure": []}, {**other, "unsure": []}]
 
 
 def test_decoding_keeps_no_graph():

@@ -12,6 +12,7 @@ _COMPUTE = ("float32", "int8")
 class Contestant:
     """A model with the way it is decoded.
 
+    decoding: changes to the model's settings of decoding. rescorer: the model that chooses among the outputs of a beam.
     directory: the exported model of a CTranslate2 contestant; parameters: how many it has. Both are set by the bench.
     """
 
@@ -19,6 +20,8 @@ class Contestant:
     engine: str = "hasten"
     compute: str = "float32"
     beam: int = 1
+    decoding: tuple[str, ...] = ()
+    rescorer: str = ""
     directory: str = ""
     parameters: int | None = None
     full_name: bool = False
@@ -29,27 +32,40 @@ class Contestant:
         last = self.model.rstrip("/").rpartition("/")[2]
         name = self.model if self.full_name or not last else last
         peer = _PEER if self.engine == "ctranslate2" else ""
-        return peer + name + (f":{self.compute}" if peer else "") + (f":beam={self.beam}" if self.beam > 1 else "")
+        options = [self.compute] if peer else []
+        options += [f"beam={self.beam}"] if self.beam > 1 else []
+        options += [f"rescorer={self.rescorer}"] if self.rescorer else []
+        return ":".join([peer + name, *options, *self.decoding])
 
 
 def parse(text: str) -> Contestant:
-    """[ctranslate2:]MODEL[:float32|:int8][:beam=N]; `UserError` for anything else."""
+    """[ctranslate2:]MODEL[:float32|:int8][:beam=N][:rescorer=MODEL][:KEY=VALUE...]; `UserError` for anything else.
+
+    Other keys are settings of the model's decoding.
+    """
     peer = text.startswith(_PEER)
     model, *options = text.removeprefix(_PEER).split(":")
-    compute, beam = "float32", 1
+    found = Contestant(model, "ctranslate2" if peer else "hasten")
     for option in options:
-        width = option.removeprefix("beam=")
-        if option in _COMPUTE and peer:
-            compute = option
-        elif width != option and width.isdecimal() and int(width) >= 1:
-            beam = int(width)
-        else:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if peer and option in _COMPUTE:
+            found = replace(found, compute=option)
+        elif key == "beam" and value.isdecimal() and value.isascii() and int(value) >= 1:
+            found = replace(found, beam=int(value))
+        elif key == "beam" or peer or not (key and equals and value):
             raise UserError(
-                f"--models: {text!r} has the option {option!r}; allowed: beam=N, and for ctranslate2: float32, int8"
+                f"--models: {text!r} has the option {option!r}; allowed: beam=N, for ctranslate2: float32, int8, for "
+                "models of hasten: rescorer=MODEL and settings of their decoding, such as iterations=4"
             )
+        elif key == "rescorer":
+            found = replace(found, rescorer=value)
+        else:
+            found = replace(found, decoding=(*found.decoding, f"{key}={value}"))
     if not model:
         raise UserError(f"--models: {text!r} names no model; write NAME, NAME:beam=4 or ctranslate2:NAME:int8")
-    return Contestant(model, "ctranslate2" if peer else "hasten", compute, beam)
+    if found.rescorer and found.beam == 1:
+        raise UserError(f"--models: {text!r} has a rescorer but one output to choose from; add beam=N")
+    return found
 
 
 def parse_all(text: str) -> list[Contestant]:

@@ -195,6 +195,8 @@ def _row(contestant: Contestant, record: _Record, plan: Plan, threads: int) -> R
         "engine": contestant.engine,
         "compute": contestant.compute,
         "beam": contestant.beam,
+        "decoding": list(contestant.decoding),
+        "rescorer": contestant.rescorer,
         **record.facts,
         "threads": threads,
         "data": plan.name,

@@ -44,11 +44,12 @@ class HastenDecoder:
 
         torch.set_num_threads(threads)
         self.beam = contestant.beam
-        self.translator = hasten.load(contestant.model)
+        self.translator = hasten.load(contestant.model, decoding=contestant.decoding)
+        self.rescorer = hasten.load(contestant.rescorer) if contestant.rescorer else None
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """As users do, but with the whole batch at once."""
-        return self.translator.translate(lines, beam=self.beam, batch_tokens=_UNLIMITED)
+        return self.translator.translate(lines, beam=self.beam, rescorer=self.rescorer, batch_tokens=_UNLIMITED)
 
     def outputs(self, lines: Sequence[str]) -> list[tuple[list[int], int | None]]:
         """Ids from the decoding loop; those of the text where a beam search made it, which counts no passes."""

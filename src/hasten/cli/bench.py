@@ -26,7 +26,9 @@ app.command("attention", short_help="Time and memory of attention mechanisms aga
 
 @app.command(short_help="Latency, throughput and quality of decoders, side by side.")
 def decode(
-    models: Annotated[str, typer.Option(help="Comma-separated: NAME, NAME:beam=4, ctranslate2:NAME:int8, ...")],
+    models: Annotated[
+        str, typer.Option(help="Comma-separated: NAME, NAME:beam=4, NAME:iterations=4, ctranslate2:NAME:int8, ...")
+    ],
     data: Annotated[Path, typer.Option(help="A data directory by `hasten data`.", show_default=False)],
     split: Annotated[str, typer.Option(help="Which part of it.")] = "test",
     sentences: Annotated[int, typer.Option(min=1, help="How many sentences, spread evenly over the split.")] = 200,
@@ -44,6 +46,8 @@ def decode(
     Each model runs in a process of its own, for one thread and for all, and the models take turns sentence by sentence.
     Before anything is timed, each must say the same for a sentence alone and in a batch. Latency is from text to text,
     tokenisation included; throughput is in batches of 32.
+
+    After a colon stand settings: beam=N, rescorer=MODEL (chooses among a beam), and those of the model's decoding.
 
     Example: hasten bench decode --models en-de-ctc,en-de-teacher,en-de-teacher:beam=4 --data data/en-de --out bench
     """

@@ -32,17 +32,40 @@ class _TestSet:
 
 
 @dataclass(frozen=True)
-class _Result:
-    """What one model made of a test set."""
+class _Contestant:
+    """A model with the way it is decoded."""
 
     model: str
     beam: int
+    rescorer: str | None = None
+    decoding: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The model with what differs from its own way."""
+        chosen = [f"rescorer={self.rescorer}"] if self.rescorer else []
+        return " ".join([self.model, *chosen, *self.decoding])
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What one model made of a test set."""
+
+    by: _Contestant
     translations: list[str]
     quality: "Quality"
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        return {"model": self.model, "beam": self.beam, "seconds": self.seconds, **self.quality.as_dict()}
+        chosen: dict[str, Any] = {"rescorer": self.by.rescorer} if self.by.rescorer else {}
+        chosen |= {"decoding": list(self.by.decoding)} if self.by.decoding else {}
+        return {
+            "model": self.by.model,
+            "beam": self.by.beam,
+            **chosen,
+            "seconds": self.seconds,
+            **self.quality.as_dict(),
+        }
 
 
 def evaluate(
@@ -57,6 +80,15 @@ def evaluate(
     beam: Annotated[int, typer.Option(min=1, help="Width of the search.")] = 1,
     baseline_beam: Annotated[
         int | None, typer.Option(min=1, help="Width for the baseline; that of --beam.", show_default=False)
+    ] = None,
+    rescorer: Annotated[
+        str | None, typer.Option(help="Model that chooses among the outputs of --beam.", show_default=False)
+    ] = None,
+    decoding: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting of the model's decoding; may be repeated.", show_default=False
+        ),
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Padded source pieces of a batch.")] = 4096,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first sentences.", show_default=False)] = None,
@@ -85,8 +117,11 @@ def evaluate(
         import torch
 
         torch.set_num_threads(threads)
-    contestants = [(model, beam)] if baseline is None else [(model, beam), (baseline, baseline_beam or beam)]
-    results = [_translate(name, width, test_set, batch_tokens, device) for name, width in contestants]
+    if rescorer is not None and beam == 1:
+        raise UserError("--rescorer has one output to choose from; widen --beam")
+    own = _Contestant(model, beam, rescorer, tuple(decoding or ()))
+    others = [] if baseline is None else [_Contestant(baseline, baseline_beam or beam)]
+    results = [_translate(contestant, test_set, batch_tokens, device) for contestant in (own, *others)]
     differences = _compare(results, test_set.target)
     if output is not None:
         write_text(output, "".join(line + "\n" for line in results[0].translations))
@@ -117,18 +152,20 @@ def _read(data: Path | None, split: str | None, src: Path | None, ref: Path | No
     return _TestSet(test_set.name, test_set.source[:limit], test_set.target[:limit], test_set.languages)
 
 
-def _translate(name: str, beam: int, test_set: _TestSet, batch_tokens: int, device: str) -> _Result:
+def _translate(by: _Contestant, test_set: _TestSet, batch_tokens: int, device: str) -> _Result:
     import hasten
     from hasten.training.metrics import quality
 
-    translator = hasten.load(name, device=device)
-    _warn(name, translator, test_set)
+    name = by.label
+    translator = hasten.load(by.model, device=device, decoding=by.decoding)
+    judge = None if by.rescorer is None else hasten.load(by.rescorer, device=device)
+    _warn(by.model, translator, test_set)
     typer.echo(f"{name}: translating {len(test_set.source):,} sentences", err=True)
     began = time.perf_counter()
-    lines = translator.translate(test_set.source, beam=beam, batch_tokens=batch_tokens)
+    lines = translator.translate(test_set.source, beam=by.beam, rescorer=judge, batch_tokens=batch_tokens)
     seconds = time.perf_counter() - began
     translations = [" ".join(line.splitlines()) for line in lines]
-    return _Result(name, beam, translations, quality(translations, test_set.target), round(seconds, 3))
+    return _Result(by, translations, quality(translations, test_set.target), round(seconds, 3))
 
 
 def _warn(name: str, translator: "Translator", test_set: _TestSet) -> None:
@@ -197,7 +234,7 @@ def _print(test_set: _TestSet, results: Sequence[_Result], differences: "Sequenc
     for result in results:
         scores = result.quality
         numbers = (f"{scores.bleu:.2f}", f"{scores.chrf:.2f}", f"{scores.length_ratio:.3f}", f"{scores.repetition:.2%}")
-        table.add_row(result.model, str(result.beam), *numbers, f"{result.seconds:.1f}")
+        table.add_row(result.by.label, str(result.by.beam), *numbers, f"{result.seconds:.1f}")
     if differences:
         shown = {difference.metric: difference for difference in differences}
         deltas = (f"{shown[name].delta:+.2f}" for name in ("BLEU", "chrF2"))

@@ -2,12 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 import typer
 
@@ -31,6 +31,15 @@ def translate(
         int | None,
         typer.Option(min=1, show_default=False, help="So many for a line: line number, tab, score, tab, text."),
     ] = None,
+    rescorer: Annotated[
+        str | None, typer.Option(help="Model that chooses among the outputs of --beam.", show_default=False)
+    ] = None,
+    decoding: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting of the model's decoding; may be repeated.", show_default=False
+        ),
+    ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Write score, tab, text.")] = False,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Padded source pieces times beam at once.")] = 4096,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
@@ -40,6 +49,9 @@ def translate(
     trace: Annotated[
         Path | None, typer.Option(show_default=False, help="Write the state after every edit here, as JSON lines.")
     ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0, max=1, help="--trace marks tokens of a lower probability as unsure.")
+    ] = 0.5,
     on_long: Annotated[
         Literal["split", "error"],
         typer.Option(help="A line longer than the model learnt: split it into parts, or stop with an error."),
@@ -52,7 +64,11 @@ def translate(
     Only a line feed ends a line; lines without text stay empty. A translation depends on its line alone. A score is
     the mean log probability of the tokens (with a beam on a CTC model: that of the whole text); higher is better.
 
-    A line of --trace is an object: line, part (of a long line), iteration, kind (of edit), pieces, scores, done.
+    --beam on a model that says all at once is the number of outputs side by side (lengths, fertilities).
+
+    A line of --trace is an object: line, part (of a long line), iteration, kind (of edit), pieces, scores, unsure (the
+    numbers of the pieces that are less probable than --confidence), done. A file name that ends in .txt gets the same
+    to read: a line for every edit, what is unsure in [brackets].
 
     Example: hasten translate --model en-de-teacher --beam 4 < english.txt > german.txt
     """
@@ -61,13 +77,16 @@ def translate(
         raise UserError(f"--nbest {nbest} is more than --beam {width}; widen the beam")
     if trace is not None and width > 1:
         raise UserError("--trace follows a single translation; leave out --beam and --nbest")
+    if rescorer is not None and width == 1:
+        raise UserError("--rescorer has one output to choose from; widen --beam")
     check_distinct(read={"--input": input}, written={"--output": output, "--trace": trace})
     with ExitStack() as files:
         source = _stdin() if input is None else files.enter_context(_open(input, "rb"))
-        translator = _load(model, device, threads)
+        translator = _load(model, device, threads, decoding or [])
+        judge = None if rescorer is None else _load(rescorer, device, threads, [])
         target = _Sink("stdout", sys.stdout.buffer) if output is None else _Sink.open(output, files)
         log = None if trace is None else _Sink.open(trace, files)
-        job = _Job(translator, width, nbest, scores, batch_tokens, on_long, log)
+        job = _Job(translator, width, nbest, judge, scores, batch_tokens, on_long, log, confidence)
         for chunk in read_chunks(source.fileno(), "stdin" if input is None else str(input)):
             for lines in job.outputs(chunk):
                 target.write(lines)
@@ -105,10 +124,12 @@ class _Job:
     translator: "Translator"
     beam: int
     nbest: int | None
+    rescorer: "Translator | None"
     scores: bool
     batch_tokens: int
     on_long: Literal["split", "error"]
     log: _Sink | None
+    confidence: float
 
     def outputs(self, chunk: Chunk) -> Iterator[list[str]]:
         """Output lines; a long line that is to be refused raises after the lines before it."""
@@ -122,7 +143,12 @@ class _Job:
 
     def _results(self, chunk: Chunk) -> list[str]:
         found = self.translator.candidates(
-            chunk.lines, beam=self.beam, n_best=self.nbest or 1, batch_tokens=self.batch_tokens, on_long=self.on_long
+            chunk.lines,
+            beam=self.beam,
+            n_best=self.nbest or 1,
+            rescorer=self.rescorer,
+            batch_tokens=self.batch_tokens,
+            on_long=self.on_long,
         )
         if self.log is not None:
             for i, line in enumerate(chunk.lines):
@@ -137,18 +163,28 @@ class _Job:
     def _trace(self, number: int, line: str) -> Iterator[str]:
         pieces = self.translator.tokenizer.pieces()
         for frame in self.translator.trace(line):
-            for record in frame.records(pieces):
-                yield json.dumps({"line": number, **record}, ensure_ascii=False)
+            for record in frame.records(pieces, self.confidence):
+                yield self._traced({"line": number, **record})
+
+    def _traced(self, record: dict[str, Any]) -> str:
+        """A record as JSON; in a text file as something to read."""
+        assert self.log is not None
+        if not self.log.name.endswith(".txt"):
+            return json.dumps(record, ensure_ascii=False)
+        unsure = set(record["unsure"])
+        pieces = [f"[{piece}]" if i in unsure else piece for i, piece in enumerate(record["pieces"])]
+        place = f"{record['line']}.{record['part']}" if record["part"] else str(record["line"])
+        return f"{place}\t{record['iteration']} {record['kind']}\t{' '.join(pieces)}"
 
 
-def _load(model: str, device: str, threads: int | None) -> "Translator":
+def _load(model: str, device: str, threads: int | None, decoding: Sequence[str]) -> "Translator":
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     from hasten.translator import load
 
-    return load(model, device)
+    return load(model, device, decoding=decoding)
 
 
 def _stdin() -> BinaryIO:

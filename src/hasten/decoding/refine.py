@@ -10,19 +10,21 @@ from torch import Tensor
 from hasten.data.tokenizer import PAD
 from hasten.decoding.frame import NOT_FINITE, Frame
 from hasten.errors import UserError
-from hasten.models.base import GenerationModel
+from hasten.models.base import Canvas, Drafting, GenerationModel, Memory
 
 
-def refine(model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Iterator[Frame]:
+def refine(
+    model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], candidates: int = 1
+) -> Iterator[Frame]:
     """Decode a padded batch; frames cover the rows still in work, finished rows leave the batch.
 
-    source (B, S) ids with EOS; mask (B, S) True on real tokens. The last frame of a row has `done` set. Raises
-    `UserError` where the model's scores are not numbers.
+    source (B, S) ids with EOS; mask (B, S) True on real tokens. The last frame of a row has `done` set. Of a source
+    decoded in several ways, row r, frames have the rows r * candidates and those after it. Raises `UserError` where the
+    model's scores are not numbers, or where it cannot begin in several ways.
     """
     with torch.inference_mode():
-        memory = model.encode(source, mask)
-        canvas = model.start(memory)
-        rows = torch.arange(len(source), device=source.device)
+        memory, canvas = _begin(model, model.encode(source, mask), candidates)
+        rows = torch.arange(len(canvas.done), device=source.device)
         iteration = 0
         while len(rows):
             before = canvas
@@ -38,6 +40,15 @@ def refine(model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor
                 left = (~done).nonzero()[:, 0]
                 rows, memory, canvas = rows[left], memory.select(left), canvas.select(left)
             iteration += 1
+
+
+def _begin(model: GenerationModel, memory: Memory, candidates: int) -> tuple[Memory, Canvas]:
+    if candidates == 1:
+        return memory, model.start(memory)
+    if not isinstance(model, Drafting):
+        raise UserError(f"{type(model).__name__} models begin in one way only; candidates must be 1")
+    rows = torch.arange(len(memory.mask), device=memory.mask.device).repeat_interleave(candidates)
+    return memory.select(rows), model.starts(memory, candidates)
 
 
 @dataclass(frozen=True)

@@ -103,14 +103,23 @@ class Autoregressive(GenerationModel):
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """Cross-entropy of every target token and of the end symbol."""
-        # Outputs are y_1 .. y_U EOS; a row's end symbol follows its last real token.
+        states, outputs, real = self._forced(batch)
+        logits = self.logits(states[real])
+        return {"tokens": LossTerm(cross_entropy(logits, outputs[real], self.spec.label_smoothing), real.sum())}
+
+    def log_probs(self, batch: Batch) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+        """log p(y | x) of every row, in float32, and the number of its decisions: all tokens and the end symbol."""
+        states, outputs, real = self._forced(batch)
+        own = -F.cross_entropy(self.logits(states[real]).float(), outputs[real], reduction="none")
+        return torch.zeros_like(real, dtype=own.dtype).masked_scatter(real, own).sum(1), real.sum(1)
+
+    def _forced(self, batch: Batch) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """States under teacher forcing, what each is to say (y_1 .. y_U EOS), and which of them are real."""
         inputs, real = self._inputs(batch)
         ends = batch.target_mask.sum(1, keepdim=True)
         outputs = F.pad(batch.target, (0, 1), value=PAD).scatter(1, ends, EOS)
         memory = self.encode(batch.source, batch.source_mask)
-        states = self.decoder(self._embed(inputs), memory.states, memory.mask)
-        logits = self.logits(states[real])
-        return {"tokens": LossTerm(cross_entropy(logits, outputs[real], self.spec.label_smoothing), real.sum())}
+        return self.decoder(self._embed(inputs), memory.states, memory.mask), outputs, real
 
     def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
         """Of the "encoder", of the "decoder" over its own positions, and its "cross" attention over the source."""

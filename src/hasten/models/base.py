@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -119,6 +119,24 @@ class GenerationModel(nn.Module, ABC):
     def output_ids(self, tokens: list[int]) -> list[int]:
         """The ids of a finished row that are text."""
         return tokens
+
+
+@runtime_checkable
+class Drafting(Protocol):
+    """A model that can begin in several ways: with several lengths, several fertilities."""
+
+    def starts(self, memory: Memory, candidates: int) -> Canvas:
+        """`candidates` canvases for each row of `memory`, one after the other; the first is that of `start`."""
+        ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A model that tells the probability of a given output in one pass."""
+
+    def log_probs(self, batch: Batch) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+        """log p(target | source) of every row, and over how many decisions: the end symbol counts."""
+        ...
 
 
 def reported(observe: ObserveAttention, names: Mapping[str, str], real: Bool[Tensor, "B T"]) -> Observer:

@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -97,14 +97,17 @@ def require_file(path: Path) -> None:
         raise UserError(f"cannot read {path}: it is no regular file")
 
 
-def read_run(directory: Path) -> tuple[RunSpec, Tokenizer, GenerationModel]:
+def read_run(directory: Path, decoding: Sequence[str] = ()) -> tuple[RunSpec, Tokenizer, GenerationModel]:
     """The spec, the tokenizer and the model (in float32, in eval mode) of a model directory.
 
+    decoding: changes to the settings of decoding, as "key=value".
     Raises `UserError` for whatever is missing, damaged or at odds; the global random numbers stay as they were.
     """
     for name in (CONFIG, TOKENIZER):
         require_file(directory / name)
     spec = specs.load(directory / CONFIG)
+    if decoding:
+        spec = _decoding_otherwise(spec, decoding)
     tokenizer = Tokenizer.load(directory / TOKENIZER)
     origin = str(directory / WEIGHTS)
     weights = read_weights(directory / WEIGHTS, tokenizer)
@@ -117,6 +120,12 @@ def read_run(directory: Path) -> tuple[RunSpec, Tokenizer, GenerationModel]:
         model = spec.model.build(tokenizer.vocab_size)
     fill(model, weights, origin)
     return spec, tokenizer, model.eval()
+
+
+def _decoding_otherwise(spec: RunSpec, decoding: Sequence[str]) -> RunSpec:
+    if not hasattr(spec.model, "decoding"):
+        raise UserError(f"{spec.model.kind} models have no settings of decoding to change; got {decoding[0]!r}")
+    return specs.changed(spec, [f"model.decoding.{change}" for change in decoding], "the model's settings of decoding")
 
 
 def _plausible(spec: RunSpec, weights: Mapping[str, Tensor]) -> bool:
