@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import bench, data, demo, distill, evaluate, export, share, show, train, translate
+from hasten.cli import align, bench, data, demo, distill, evaluate, export, share, show, train, translate
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("demo", short_help="Translate some sentences with the models that sh
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("distill", short_help="Let a teacher translate the text a student learns from.")(distill.distill)
+app.command("align", short_help="Count the target pieces that come from each source piece.")(align.align)
 app.command("evaluate", short_help="Score a model: BLEU, chrF, length, repetition.")(evaluate.evaluate)
 app.command("translate", short_help="Translate lines from stdin to stdout.")(translate.translate)
 app.add_typer(bench.app, name="bench")

@@ -82,15 +82,18 @@ def make_task(spec: RunSpec, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Task
 def read_distilled(spec: DataSpec, n_lines: int) -> list[str]:
     """The lines of `data.distilled`, as many as there are training sources."""
     assert spec.distilled is not None
+    return read_targets(spec.distilled, f"data.distilled {spec.distilled}", spec.path, n_lines)
+
+
+def read_targets(path: str | Path, name: str, data: str | Path, n_lines: int) -> list[str]:
+    """The lines of a distilled file, as many as the training sources of `data`; errors call it `name`."""
     try:
-        lines = decode_lines(Path(spec.distilled).read_bytes(), spec.distilled)
+        lines = decode_lines(Path(path).read_bytes(), path)
     except OSError as error:
-        raise UserError(
-            f"cannot read data.distilled {spec.distilled}: {error.strerror}; `hasten distill` makes it"
-        ) from error
+        raise UserError(f"cannot read {name}: {error.strerror}; `hasten distill` makes it") from error
     if len(lines) != n_lines:
         raise UserError(
-            f"data.distilled {spec.distilled} has {len(lines)} lines, the training split of {spec.path} {n_lines}; "
+            f"{name} has {len(lines)} lines, the training split of {data} {n_lines}; "
             "line i must translate line i: let `hasten distill` finish, with that split's source as --src"
         )
     return lines
