@@ -1,6 +1,7 @@
 """What a user of `hasten share retrofit`, `train` and `sweep` sees."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 import hasten
 from hasten.cli import main
 from hasten.data.corpus import Pair, write_corpus
+from hasten.sharing import learn
+from hasten.sharing.sweep import Point
 from hasten.training import checkpoint
 
 
@@ -129,19 +132,122 @@ def test_what_is_there_is_not_written_over(place, monkeypatch, capsys, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_an_interruption_saves_and_says_how_to_go_on(place, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("hasten.cli.progress.TrainingProgress.stop_requested", lambda self: True)
+SETTINGS = ("training.steps=3", "training.batch_tokens=200", "training.validate_sentences=0", "training.warmup=1")
+
+
+def learning(out: Path, *more: object) -> tuple[object, ...]:
+    options = ("--model", "teacher", "--data", "data", "--theta", "-1", "--round-steps", "3", "--sentences", "4")
+    return ("train", *options, "--out", out, *SETTINGS, *more)
+
+
+def weights(out: Path) -> dict[str, dict[str, torch.Tensor]]:
+    paths = out.rglob(checkpoint.WEIGHTS)
+    return {str(path.relative_to(out)): checkpoint.read_weights(path) for path in paths}
+
+
+def test_an_interruption_saves_and_says_the_command_that_goes_on(place, monkeypatch, capsys, tmp_path):
+    out, plain = tmp_path / "out of here", tmp_path / "plain"
+    assert share(monkeypatch, place, *learning(plain)) == 0
+    said, words = [], list(learning(out))
+    for number in range(3):  # in the round, in the last training, not at all
+        with monkeypatch.context() as patch:
+            if number < 2:
+                patch.setattr("hasten.cli.progress.TrainingProgress.stop_requested", lambda self: True)
+            code = share(patch, place, *words)
+        said = capsys.readouterr().err.strip().splitlines()
+        if number < 2:
+            assert code == 130
+            assert said[-1].startswith("stopped and saved at step ")
+            assert "; go on by hasten share train --model teacher" in said[-1]
+            words = shlex.split(said[-1].partition(" go on by hasten share ")[2])
+            assert words == [*map(str, learning(out)), "--resume"]
+            assert not (out / "model" / "model.safetensors").exists()
+    assert code == 0
+    found, expected = weights(out), weights(plain)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[run][name], own) for run in expected for name, own in expected[run].items())
+    assert (out / learn.ROUNDS).read_bytes() == (plain / learn.ROUNDS).read_bytes()
+    assert (out / "model" / "README.md").exists()
+
+
+def test_a_stop_while_measuring_leaves_nothing_and_goes_on_too(place, monkeypatch, capsys, tmp_path):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
     out = tmp_path / "out"
-    options = ("--model", "teacher", "--data", "data", "--theta", "-1", "--out", out)
-    assert share(monkeypatch, place, "train", *options, "--round-steps", "9", "training.validate_sentences=0") == 130
-    run = out / "round-1" / "model"
-    said = capsys.readouterr().err
-    assert "stopped and saved at step 1" in said
-    assert f"hasten train {run / 'config.toml'} --out {run} --resume" in said
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(sys, "argv", ["hasten", "train", f"{run}/config.toml", "--out", str(run), "--resume"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert not end.value.code
-    assert hasten.load(run).model.spec.decoder_sharing == (1, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("hasten.sharing.learn.measure", stop)
+        assert share(patch, place, *learning(out, "--", "training.seed=2")) == 130
+    assert capsys.readouterr().err.strip().endswith("--resume -- training.seed=2")
+    assert not out.exists()
+    out.mkdir()
+    (out / learn.HALF_BEGUN).write_text("{")  # killed a moment later
+    assert share(monkeypatch, place, *learning(out, "--resume", "--", "training.seed=2")) == 0
+    assert hasten.load(out / "model").spec.training.seed == 2
+    capsys.readouterr()
+    assert share(monkeypatch, place, *learning(out, "--resume", "--", "training.seed=2")) == 0, "nothing is left to do"
+    assert capsys.readouterr().out.strip() == str(out / "model")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ((), "is not empty; give --resume to go on with what was begun there, or choose another --out"),
+        (("--resume", "--theta-cross", "0.25"), "began with other settings: theta.cross not given (now 0.25); restore"),
+        (("--resume", "--theta", "-2"), "began with other settings: theta.decoder -1.0 (now -2.0); restore"),
+        (("--resume", "--round-steps", "4", "--form", "map"), "round_steps 3 (now 4), form blocks (now map); restore"),
+        (("--resume", "training.steps=4"), "began with other settings: training.steps 3 (now 4); restore"),
+        (("--resume", "--sentences", "3"), "began with other settings: sentences measured on (changed); restore"),
+        (("--resume", "--model", "other"), "began with other settings: weights of the model (changed); restore"),
+    ],
+)
+def test_a_run_that_is_there_is_gone_on_with_only_as_it_began(place, begun, monkeypatch, capsys, more, problem):
+    before = sorted(begun.rglob("*"))
+    assert share(monkeypatch, place, *learning(begun, *more)) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {begun} ")
+    assert problem in error
+    assert sorted(begun.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def begun(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped in its first round, and beside its model another one of the same shape."""
+    out = tmp_path_factory.mktemp("begun") / "out"
+    spec, tokenizer, model = checkpoint.read_run(place / "teacher")
+    checkpoint.write_run(place / "other", spec, tokenizer)
+    changed = {
+        name: tensor + 0.5 if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
+    }
+    checkpoint.save_weights(place / "other" / checkpoint.WEIGHTS, changed, tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hasten.cli.progress.TrainingProgress.stop_requested", lambda self: True)
+        assert share(patch, place, *learning(out)) == 130
+    return out
+
+
+def test_what_is_no_run_is_not_gone_on_with(place, monkeypatch, capsys, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    assert share(monkeypatch, place, *learning(tmp_path, "--resume")) == 2
+    assert "holds nothing that --resume could go on with; choose another --out" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_two_do_not_work_in_one_directory(place, begun, monkeypatch, capsys):
+    with checkpoint.held(begun):
+        assert share(monkeypatch, place, *learning(begun, "--resume")) == 2
+    assert f"another process trains in {begun}" in capsys.readouterr().err
+
+
+def test_a_sweep_goes_on_too(place, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "sweep"
+    options = ("--model", "teacher", "--data", "data", "--thetas", "-1", "--sentences", "3", "--repeats", "1")
+    arguments = ("sweep", *options, "--out", out, "--steps", "3", *SETTINGS[1:])
+    with monkeypatch.context() as patch:
+        patch.setattr("hasten.cli.progress.TrainingProgress.stop_requested", lambda self: True)
+        assert share(patch, place, *arguments) == 130
+    assert "go on by hasten share sweep --model teacher" in capsys.readouterr().err
+    monkeypatch.setattr("hasten.sharing.sweep.timed", lambda *_: [Point("original", None, {}, 1.0, 1.0, 1.0, 1.0)])
+    assert share(monkeypatch, place, *arguments, "--resume") == 0
+    assert "resumed_at 1" in capsys.readouterr().err
+    assert (out / "sweep.jsonl").exists()

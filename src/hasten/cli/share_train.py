@@ -1,6 +1,10 @@
 """hasten share retrofit, train and sweep: models whose layers share attention."""
 
 import math
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,8 +14,8 @@ from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
-    from hasten.data.batch import Batch, Pair
-    from hasten.sharing.learn import Policy, Train
+    from hasten.data.batch import Pair
+    from hasten.sharing.learn import Original, Policy, Train
     from hasten.spec import RunSpec
     from hasten.translator import Translator
 
@@ -32,6 +36,13 @@ SharedOfCross = Annotated[
 ]
 Match = Annotated[bool, typer.Option("--match-heads/--no-match-heads", help="Put heads in the order of the leader's.")]
 Sentences = Annotated[int, typer.Option(min=1, help="How many validation sentences are measured on.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="training.KEY=value and data.KEY=value in TOML notation.", show_default=False),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with what an interrupted call left in --out, to the same result.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; all.", show_default=False)]
 _SECTIONS = ("training", "data")
 
@@ -65,11 +76,12 @@ def retrofit(
     _claim(out)
     translator, spec = _load(model, threads)
     policy = _policy(translator, thetas, largest, form, shared_of_cross)
-    batches = _batches(translator, data, sentences)
-    maps = policy.choose(measure(translator.model, batches))
-    orders = matched(translator.model, maps, batches) if match_heads else None
+    original = _original(translator, spec, data, sentences)
+    maps = policy.choose(measure(original.model, original.batches))
+    orders = matched(original.model, maps, original.batches) if match_heads else None
     own = with_maps(spec, maps, shared_of_cross)
-    write_model(out, own, translator.tokenizer, shared_model(translator.model, own, _vocabulary(translator), orders))
+    shared = shared_model(original.model, own, original.tokenizer.vocab_size, orders)
+    write_model(out, own, original.tokenizer, shared)
     for kind, plan in maps.items():
         typer.echo(f"{kind}: {list(plan.numbers)}", err=True)
     typer.echo(str(out))
@@ -79,10 +91,7 @@ def train(
     model: Model,
     data: Data,
     out: Annotated[Path, typer.Option(help="Directory of the rounds and of the final model.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="training.KEY=value and data.KEY=value in TOML notation.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     theta: Theta = None,
     theta_cross: ThetaCross = None,
     theta_encoder: ThetaEncoder = None,
@@ -93,12 +102,14 @@ def train(
     sentences: Sentences = 500,
     round_steps: Annotated[int, typer.Option(min=1, help="Updates of each round.")] = 300,
     rounds: Annotated[int, typer.Option(min=1, help="The most rounds.")] = 5,
+    resume: Resume = False,
     threads: Threads = None,
 ) -> None:
     """Learn who shares together with the model: measure, choose, train, until the choice stands; then train to the end.
 
     The settings are those of the model's own run; change them with overrides (training.steps are those of the last
-    part). OUT/model is the result, OUT/rounds.jsonl says of each round who shared and how well it translated.
+    part). OUT/model is the result, OUT/rounds.jsonl says of each round who shared and how well it translated. After an
+    interruption the same command with --resume goes on.
 
     Example: hasten share train --model en-de-teacher --data data/en-de --theta 0.5 --theta-cross 0.5 --out shared
     training.steps=2000 training.learning_rate=0.0007
@@ -107,25 +118,21 @@ def train(
     from hasten.training import memory
 
     thetas = _given(theta, theta_cross, theta_encoder)
-    _claim(out)
-    translator, spec = _load(model, threads)
-    policy = _policy(translator, thetas, largest, form, shared_of_cross)
-    spec = _overridden(spec, data, overrides or [])
-    batches = _batches(translator, data, sentences)
-    memory.keep_freed_memory()
-    found = learn(
-        spec,
-        translator.model,
-        translator.tokenizer,
-        batches,
-        policy,
-        out,
-        _trainer(translator),
-        round_steps=round_steps,
-        most_rounds=rounds,
-        match=match_heads,
-        note=lambda text: typer.echo(text, err=True),
-    )
+    with _resumable(out, resume):
+        translator, spec = _load(model, threads)
+        policy = _policy(translator, thetas, largest, form, shared_of_cross)
+        original = _original(translator, _overridden(spec, data, overrides or []), data, sentences)
+        memory.keep_freed_memory()
+        found = learn(
+            original,
+            policy,
+            out,
+            _trainer(translator),
+            round_steps=round_steps,
+            most_rounds=rounds,
+            match=match_heads,
+            note=_say,
+        )
     typer.echo(str(found))
 
 
@@ -139,10 +146,7 @@ def sweep(
     kinds: Annotated[str, typer.Option(help="Which attention shares: decoder, cross, encoder, refiner.")] = (
         "decoder,cross"
     ),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="training.KEY=value and data.KEY=value in TOML notation.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     largest: Largest = None,
     form: Form = "blocks",
     shared_of_cross: SharedOfCross = "output",
@@ -150,6 +154,7 @@ def sweep(
     sentences: Sentences = 200,
     steps: Annotated[int, typer.Option(min=0, help="Updates of each model before it is judged; 0: none.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of timing; medians are kept.")] = 3,
+    resume: Resume = False,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads.")] = 1,
 ) -> None:
     """Measure decoding time and quality against the threshold, and name the models that no other one beats in both.
@@ -159,42 +164,30 @@ def sweep(
 
     Example: hasten share sweep --model en-de-teacher --data data/en-de --thetas 0.6,0.55,0.5 --steps 300 --out sweep
     """
-    from hasten.cli.bench import create, warn_if_busy
+    from hasten.cli.bench import warn_if_busy
     from hasten.cli.files import write_text
     from hasten.sharing import sweep as sweeping
     from hasten.sharing.learn import Policy
 
-    thresholds = _numbers(thetas)
-    names = [name.strip() for name in kinds.split(",") if name.strip()]
-    if not names:
-        raise UserError(f"--kinds: {kinds!r}; name one or more, for example decoder,cross")
-    _claim(out)
-    create(out)
-    translator, spec = _load(model, threads)
-    policies = {
-        theta: Policy(thetas=dict.fromkeys(names, theta), form=form, largest=largest, shared_of_cross=shared_of_cross)
-        for theta in thresholds
-    }
-    spec = _overridden(spec, data, overrides or [])
-    batches = _batches(translator, data, sentences)
-    made = sweeping.models(
-        spec,
-        translator.model,
-        translator.tokenizer,
-        batches,
-        policies,
-        out,
-        _trainer(translator) if steps else None,
-        steps=steps,
-        match=match_heads,
-        note=lambda text: typer.echo(text, err=True),
-    )
-    warn_if_busy()
-    rows = sweeping.timed(model, made, data, sentences, threads, repeats, lambda text: typer.echo(text, err=True))
-    write_text(out / "sweep.md", sweeping.markdown(rows))
-    sweeping.write(rows, out / "sweep.jsonl")
-    sweeping.picture(rows, out / "sweep.png")
+    thresholds, names = _numbers(thetas), _names(kinds)
+    with _resumable(out, resume):
+        translator, spec = _load(model, threads)
+        original = _original(translator, _overridden(spec, data, overrides or []), data, sentences)
+        policy = Policy(thetas={}, form=form, largest=largest, shared_of_cross=shared_of_cross)
+        trainer = _trainer(translator) if steps else None
+        made = sweeping.models(
+            original, thresholds, names, policy, out, trainer, steps=steps, match=match_heads, note=_say
+        )
+        warn_if_busy()
+        rows = sweeping.timed(model, made, data, sentences, threads, repeats, _say)
+        write_text(out / "sweep.md", sweeping.markdown(rows))
+        sweeping.write(rows, out / "sweep.jsonl")
+        sweeping.picture(rows, out / "sweep.png")
     typer.echo(sweeping.markdown(rows))
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _given(theta: float | None, cross: float | None, encoder: float | None) -> dict[str, float]:
@@ -226,9 +219,48 @@ def _numbers(text: str) -> list[float]:
     return sorted(numbers, reverse=True)
 
 
-def _claim(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty; choose another --out")
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--kinds: {text!r}; name one or more, for example decoder,cross")
+    return names
+
+
+def _claim(out: Path, resume: bool | None = None) -> None:
+    """`UserError` unless `out` is new or empty, or `resume` and begun; None for a command that cannot resume."""
+    from hasten.sharing.learn import BEGUN, HALF_BEGUN
+
+    # A process that is killed as the very first thing is noted leaves nothing else.
+    if not out.exists() or (out.is_dir() and not any(path.name != HALF_BEGUN for path in out.iterdir())):
+        return
+    begun = (out / BEGUN).exists()
+    if resume and not begun:
+        raise UserError(f"{out} holds nothing that --resume could go on with; choose another --out")
+    if not resume:
+        hint = "give --resume to go on with what was begun there, or " if begun and resume is False else ""
+        raise UserError(f"{out} is not empty; {hint}choose another --out")
+
+
+@contextmanager
+def _resumable(out: Path, resume: bool) -> Iterator[None]:
+    """Nobody else works in `out` meanwhile; whoever stops the work is told the command that goes on."""
+    from hasten.training import checkpoint, loop
+
+    _claim(out, resume)
+    with checkpoint.held(out):
+        try:
+            yield
+        except (loop.Interrupted, KeyboardInterrupt) as stop:
+            typer.echo(f"{str(stop) or 'stopped'}; go on by {_resuming(sys.argv[1:])}", err=True)
+            raise typer.Exit(130) from None
+
+
+def _resuming(words: list[str]) -> str:
+    """The command of these words, with --resume."""
+    if "--resume" not in words:
+        end = words.index("--") if "--" in words else len(words)
+        words = [*words[:end], "--resume", *words[end:]]
+    return shlex.join(["hasten", *words])
 
 
 def _load(model: str, threads: int | None) -> "tuple[Translator, RunSpec]":
@@ -243,16 +275,13 @@ def _load(model: str, threads: int | None) -> "tuple[Translator, RunSpec]":
     return translator, translator.spec
 
 
-def _vocabulary(translator: "Translator") -> int:
-    return translator.tokenizer.vocab_size
-
-
-def _batches(translator: "Translator", data: Path, sentences: int) -> "list[Batch]":
+def _original(translator: "Translator", spec: "RunSpec", data: Path, sentences: int) -> "Original":
     from hasten.data.corpus import Corpus
+    from hasten.sharing.learn import Original
     from hasten.sharing.sample import in_batches
 
     pairs = sample(translator, *Corpus.open(data).pairs("valid"), sentences, f"{data} valid")
-    return list(in_batches(pairs, 2048))
+    return Original(spec, translator.model, translator.tokenizer, list(in_batches(pairs, 2048)))
 
 
 def sample(translator: "Translator", sources: list[str], targets: list[str], wanted: int, name: str) -> "list[Pair]":
@@ -286,31 +315,25 @@ def _trainer(translator: "Translator") -> "Train":
     """Training as `hasten train` does it, on pairs that are encoded once."""
     from hasten.cli.progress import TrainingProgress
     from hasten.data.corpus import Corpus
-    from hasten.models import GenerationModel
     from hasten.training import checkpoint, loop, prepare
     from hasten.training.card import write_card
 
     tasks: dict[Any, Any] = {}
 
-    def train(spec: "RunSpec", directory: Path) -> GenerationModel:
+    def train(spec: "RunSpec", directory: Path, resume: bool) -> None:
         if spec.data not in tasks:
             tasks[spec.data] = prepare.make_task(spec, Corpus.open(spec.data.path), translator.tokenizer)[0]
         with checkpoint.held(directory), TrainingProgress(None) as progress:
-            try:
-                made = loop.train(
-                    spec,
-                    directory,
-                    translator.tokenizer,
-                    tasks[spec.data],
-                    observe=progress.observe,
-                    announce=progress.announce,
-                    stop=progress.stop_requested,
-                )
-            except loop.Interrupted as interruption:
-                resume = f"hasten train {directory / checkpoint.CONFIG} --out {directory} --resume"
-                typer.echo(f"{interruption}; go on with this model by {resume}", err=True)
-                raise typer.Exit(130) from None
+            made = loop.train(
+                spec,
+                directory,
+                translator.tokenizer,
+                tasks[spec.data],
+                resume=resume,
+                observe=progress.observe,
+                announce=progress.announce,
+                stop=progress.stop_requested,
+            )
         write_card(directory, spec, sum(parameter.numel() for parameter in made.parameters()))
-        return made
 
     return train

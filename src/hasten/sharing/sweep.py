@@ -1,30 +1,31 @@
 """Who shares, as the threshold falls: the time of decoding against the quality."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hasten.data.batch import Batch
-from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
-from hasten.models import GenerationModel
-from hasten.sharing.divergence import measure
+from hasten.sharing.divergence import Similarity, measure
 from hasten.sharing.learn import (
-    MODEL,
     START,
     Maps,
+    Note,
+    Original,
     Policy,
     Train,
+    begin,
+    check_begun,
+    described,
     maps_of,
     match_heads,
+    settings_of,
     shared_model,
-    starting_at,
+    train_from,
     with_maps,
     write_model,
 )
 from hasten.sharing.sample import spread
-from hasten.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -49,46 +50,61 @@ Made = list[tuple[float, Maps, Path]]
 
 
 def models(
-    spec: RunSpec,
-    model: GenerationModel,
-    tokenizer: Tokenizer,
-    batches: Sequence[Batch],
-    policies: Mapping[float, Policy],
+    original: Original,
+    thetas: Sequence[float],
+    kinds: Sequence[str],
+    policy: Policy,
     directory: Path,
     train: Train | None,
     *,
     steps: int,
     match: bool,
-    note: Callable[[str], None],
+    note: Note,
 ) -> Made:
-    """A model directory for each different policy, trained for `steps` where `train` is given."""
-    similarities = measure(model.eval(), batches)
+    """A model directory for each different policy, trained for `steps` where `train` is given.
+
+    Every threshold is that of all `kinds`; `policy` says the rest. Where an earlier call was interrupted, it goes on to
+    the same models. Errors: `UserError` where nothing is shared at all, or that call had other settings.
+    """
+    options = {"command": "sweep", "thetas": thetas, "kinds": kinds, "steps": steps, "match_heads": match}
+    settings = settings_of(original, policy, options)
+    check_begun(directory, settings)
+    policies = {theta: replace(policy, thetas=dict.fromkeys(kinds, theta)) for theta in thetas}
+    chosen = _different(original, policies, measure(original.model.eval(), original.batches))
+    begin(directory, settings)
     made: Made = []
-    for theta, policy in policies.items():
-        maps = policy.choose(similarities)
-        if maps == maps_of(model) or any(maps == other for _, other, _ in made):
-            continue
-        note(f"theta {theta:g}: " + "; ".join(f"{kind} {list(plan.numbers)}" for kind, plan in maps.items()))
-        own, here = with_maps(spec, maps, policy.shared_of_cross), directory / f"theta-{repr(theta).removesuffix('.0')}"
-        orders = match_heads(model, maps, batches) if match else None
-        new = shared_model(model, own, tokenizer.vocab_size, orders)
-        if train is None:
-            write_model(here, own, tokenizer, new)
-        else:
-            write_model(here / START, own, tokenizer, new)
-            train(starting_at(own, here / START, steps), here / MODEL)
-        made.append((theta, maps, here if train is None else here / MODEL))
-    if not made:
-        raise UserError("no threshold makes any layers share; give lower ones, see `hasten share analyse`")
+    for theta, maps in chosen.items():
+        note(f"theta {theta:g}: {described(maps)}")
+        spec, here = with_maps(original.spec, maps, policy.shared_of_cross), directory / f"theta-{_name(theta)}"
+        orders = match_heads(original.model, maps, original.batches) if match else None
+        model = shared_model(original.model, spec, original.tokenizer.vocab_size, orders)
+        write_model(here if train is None else here / START, spec, original.tokenizer, model)
+        if train is not None:
+            here = train_from(here, spec, steps, original.tokenizer, train, note)
+        made.append((theta, maps, here))
     return made
 
 
-def timed(
-    original: str, made: Made, data: Path, sentences: int, threads: int, repeats: int, note: Callable[[str], None]
-) -> list[Point]:
-    """All models and the original, timed side by side on held-out sentences."""
-    import dataclasses
+def _different(
+    original: Original, policies: Mapping[float, Policy], similarities: Mapping[str, Similarity]
+) -> dict[float, Maps]:
+    """The policies that are neither the original's nor an earlier threshold's."""
+    chosen: dict[float, Maps] = {}
+    for theta, policy in policies.items():
+        maps = policy.choose(similarities)
+        if maps != maps_of(original.model) and maps not in chosen.values():
+            chosen[theta] = maps
+    if not chosen:
+        raise UserError("no threshold makes any layers share; give lower ones, see `hasten share analyse`")
+    return chosen
 
+
+def _name(theta: float) -> str:
+    return repr(theta).removesuffix(".0")
+
+
+def timed(original: str, made: Made, data: Path, sentences: int, threads: int, repeats: int, note: Note) -> list[Point]:
+    """All models and the original, timed side by side on held-out sentences."""
     import hasten
     from hasten.bench import decode
     from hasten.bench.contestant import parse_all
@@ -101,7 +117,7 @@ def timed(
     ready = []
     for entry in entries:
         loaded = hasten.load(entry.model).model
-        ready.append(dataclasses.replace(entry, parameters=sum(p.numel() for p in loaded.parameters())))
+        ready.append(replace(entry, parameters=sum(p.numel() for p in loaded.parameters())))
     rows = decode.run(decode.Plan(ready, sources, references, f"{data.name} valid", (threads,), repeats), note)
     facts = [(None, maps_of(hasten.load(original).model)), *((theta, maps) for theta, maps, _ in made)]
     points = [
