@@ -8,13 +8,16 @@ from hasten.models.autoregressive import Autoregressive, AutoregressiveSpec
 from hasten.models.base import GenerationModel
 from hasten.models.classifier import Classifier, ClassifierSpec
 from hasten.models.ctc import CTC, CTCSpec
+from hasten.models.nat import NAT, NATSpec
+from hasten.models.refinement import Refinement, RefinementSpec
 
-MODELS = (Autoregressive, CTC)
-ModelSpec = Annotated[AutoregressiveSpec | CTCSpec, Field(discriminator="kind")]
+MODELS = (Autoregressive, CTC, NAT, Refinement)
+ModelSpec = Annotated[AutoregressiveSpec | CTCSpec | NATSpec | RefinementSpec, Field(discriminator="kind")]
 
 __all__ = [
     "CTC",
     "MODELS",
+    "NAT",
     "Autoregressive",
     "AutoregressiveSpec",
     "CTCSpec",
@@ -22,4 +25,7 @@ __all__ = [
     "ClassifierSpec",
     "GenerationModel",
     "ModelSpec",
+    "NATSpec",
+    "Refinement",
+    "RefinementSpec",
 ]
