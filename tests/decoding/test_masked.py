@@ -1,6 +1,7 @@
 """The sampler of masked outputs against its definition: one row at a time, in lists."""
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ def run(spec: MaskedSpec, lengths: Sequence[int], predict: Predictor, extra: int
     passes: list[Passes] = [[] for _ in lengths]
     last: dict[int, Canvas] = {}
     while len(rows):
+        assert len(passes[rows[0]]) < 200, "it goes on for ever"
         where = sampler.open(canvas)
         texts = [[int(token) for token in row if token != PAD] for row in canvas.tokens]
         found = [predict(text) for text in texts]
@@ -92,7 +94,7 @@ specs = st.builds(
 
 
 @given(specs, st.lists(st.integers(1, 8), min_size=1, max_size=5), st.integers(0, 10**6), st.integers(0, 3))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_batch_is_sampled_as_the_definition_does_row_by_row(spec, lengths, seed, extra):
     predict = predictor(seed)
     for n, (passes, canvas) in zip(lengths, run(spec, lengths, predict, extra), strict=True):
@@ -200,6 +202,7 @@ def test_what_is_kept_is_kept_one_by_one_where_passes_abound():
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
+@settings(max_examples=50)
 def test_the_schedule_is_counted_in_whole_numbers(n: int, iterations: int):
     from fractions import Fraction
 
@@ -209,15 +212,17 @@ def test_the_schedule_is_counted_in_whole_numbers(n: int, iterations: int):
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 10**6))
+@settings(max_examples=30)
 def test_commits_add_up_to_the_length_and_none_is_empty(n: int, iterations: int, seed: int):
     left = [n, *counts(dataclasses.replace(LLADA, iterations=iterations), n, seed)]
-    commits = [before - after for before, after in zip(left, left[1:], strict=False)]
+    commits = [before - after for before, after in itertools.pairwise(left)]
     assert sum(commits) == n
     assert min(commits) >= 1
     assert len(commits) <= min(n, iterations)
 
 
 @given(st.integers(1, 9), st.integers(0, 10**6))
+@settings(max_examples=30)
 def test_a_threshold_of_one_commits_exactly_one_token_a_pass(n: int, seed: int):
     """Even where probabilities are exactly 1: only what is above the threshold is committed with it."""
     spec = dataclasses.replace(FAST_DLLM, threshold=1.0)
