@@ -113,6 +113,14 @@ class Autoregressive(GenerationModel):
         own = -F.cross_entropy(self.logits(states[real]).float(), outputs[real], reduction="none")
         return torch.zeros_like(real, dtype=own.dtype).masked_scatter(real, own).sum(1), real.sum(1)
 
+    def forced_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
+        """Log probabilities, in float32, of what could stand where the target tokens do: row after row, N in all.
+
+        Of the end symbol after them there is none.
+        """
+        states, _, _ = self._forced(batch)
+        return self.logits(states[F.pad(batch.target_mask, (0, 1), value=False)]).float().log_softmax(-1)
+
     def _forced(self, batch: Batch) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
         """States under teacher forcing, what each is to say (y_1 .. y_U EOS), and which of them are real."""
         inputs, real = self._inputs(batch)

@@ -1,0 +1,283 @@
+"""NAT: the non-autoregressive Transformer, whose source tokens are copied as often as their fertilities say."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hasten.attention import AttentionSpec, FullSpec
+from hasten.data.batch import Batch
+from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
+from hasten.errors import UserError
+from hasten.fields import Depth, NonNegativeFloat, PositiveFactor, PositiveInt, Seed, Share, Spec
+from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
+from hasten.models.nat_finetune import FineTuneSpec, FineTuning
+from hasten.nn.decoder_inputs import first
+from hasten.nn.dropout import Dropout
+from hasten.nn.fertility import FertilityHead, average, copied, drawn, feasible, most_probable, noise
+from hasten.nn.loss import LossTerm, cross_entropy
+from hasten.nn.positional import PositionalDecoder
+from hasten.nn.positions import Sinusoids
+from hasten.nn.sharing import Shared
+from hasten.nn.stack import Encoder, Observer, unobserved
+
+
+@dataclass(frozen=True, kw_only=True)
+class NATDecodingSpec(Spec):
+    """How fertilities are chosen. None of it touches the weights."""
+
+    method: Literal["argmax", "average"] = "argmax"
+    """Each position's most probable fertility, or its expected one, rounded."""
+    temperature: PositiveFactor = 1.0
+    """Candidates after the first draw fertilities from p^(1 / temperature): above 1 they differ more."""
+    seed: Seed = 0
+    """Of the noise that candidates draw by, besides their number and the source position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NATSpec(Spec):
+    """A one-pass model: encode, copy each source token as often as its fertility says, decode."""
+
+    needs_fertilities: ClassVar[bool] = True
+
+    kind: Literal["nat"] = "nat"
+    """The model's name."""
+    d_model: PositiveInt = 256
+    """Width of the states."""
+    n_heads: PositiveInt = 4
+    """Attention heads; divides d_model."""
+    d_ff: PositiveInt = 1024
+    """Width inside the feed-forward networks."""
+    encoder_layers: Depth = 6
+    """Layers of the encoder."""
+    decoder_layers: Depth = 6
+    """Layers of the decoder."""
+    dropout: Share = 0.1
+    """Dropout after every sub-layer and inside the feed-forward networks."""
+    label_smoothing: Share = 0.1
+    """Share of the target probability that is spread over the vocabulary."""
+    most_fertility: PositiveInt = 49
+    """The largest fertility that the model tells; labels above it are learnt as it."""
+    fertility_weight: NonNegativeFloat = 1.0
+    """Weight of the fertilities' cross-entropy beside that of the tokens."""
+    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """The encoder's self-attention: one spec for all layers, or one per layer."""
+    decoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """The decoder's self-attention, in which no position reads itself: one spec for all layers, or one per layer."""
+    cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
+    """The decoder's attention over the source: one spec for all layers, or one per layer."""
+
+    encoder_sharing: tuple[PositiveInt, ...] = ()
+    """For each encoder layer, from 1, the layer whose attention weights it uses; empty: every layer its own."""
+    decoder_sharing: tuple[PositiveInt, ...] = ()
+    """The same for the decoder's self-attention."""
+    positional_sharing: tuple[PositiveInt, ...] = ()
+    """The same for the decoder's attention by position."""
+    cross_sharing: tuple[PositiveInt, ...] = ()
+    """The same for the decoder's attention over the source, of which `shared_of_cross` is shared."""
+    shared_of_cross: Shared = "output"
+    """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
+
+    decoding: NATDecodingSpec = field(default_factory=NATDecodingSpec)
+    """How fertilities are chosen."""
+    finetune: FineTuneSpec | None = None
+    """Learn from an autoregressive teacher's judgement, too; start such a run from a trained model (init_from)."""
+
+    def build(self, vocab_size: int) -> "NAT":
+        """A model with fresh weights."""
+        return NAT(self, vocab_size)
+
+    def learnable(self, source: Sequence[int], target: Sequence[int]) -> bool:
+        """Whether the largest fertilities of `source` (its end symbol counts) suffice for `target`."""
+        return len(target) <= self.most_fertility * (len(source) + 1)
+
+
+@dataclass(frozen=True)
+class CopyMemory(Memory):
+    """States, and the source ids (B, S) that are copied."""
+
+    source: Int[Tensor, "B S"]
+
+    def select(self, rows: Tensor) -> "CopyMemory":
+        """Batch rows by index."""
+        states, mask, source = (x.index_select(0, rows) for x in (self.states, self.mask, self.source))
+        return CopyMemory(states, mask, source)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """For every position of a canvas the source position (B, T) that it copies."""
+
+    index: Int[Tensor, "B T"]
+
+    def select(self, rows: Tensor) -> "Copies":
+        """Batch rows by index."""
+        return Copies(self.index.index_select(0, rows))
+
+
+class NAT(GenerationModel):
+    """p(y | x) = sum over fertilities f of prod_i p(f_i | x) prod_t p(y_t | x copied by f, x); |y| = sum f.
+
+    Trained by the cross-entropy of the tokens given the fertilities of the batch (`hasten align` makes them), plus that
+    of the fertilities: a bound of -log p(y | x). All tokens of an output are said in one pass, independently of each
+    other given f. The end of the source is copied like any other token. An output has at most 2 S + 20 tokens, S source
+    tokens with the end symbol, and at least one.
+    Source: Gu et al., 2018, "Non-autoregressive neural machine translation". Pre-norm layers, where the paper's are
+    post-norm.
+    """
+
+    banned: Tensor
+
+    def __init__(self, spec: NATSpec, vocab_size: int):
+        super().__init__()
+        self.spec = spec
+        self.embedding = tied_embedding(vocab_size, spec.d_model)
+        self.positions = Sinusoids(spec.d_model)
+        self.dropout = Dropout(spec.dropout)
+        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
+        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
+        self.fertility = FertilityHead(spec.d_model, spec.most_fertility)
+        kinds = (spec.decoder_attention, spec.cross_attention)
+        sharing = (spec.decoder_sharing, spec.positional_sharing, spec.cross_sharing, spec.shared_of_cross)
+        self.decoder = PositionalDecoder(spec.decoder_layers, *shape, *kinds, *sharing)
+        limits = (_without_end(self.encoder.longest), _without_end(self.decoder.longest_memory), self.decoder.longest)
+        self.longest = min((limit for limit in limits if limit is not None), default=None)
+        self.most_tokens = self.decoder.longest or 2**31
+        self.edits = (Edit("fill", self.fill),)
+        methods: dict[str, Callable[[Tensor], Tensor]] = {"argmax": most_probable, "average": average}
+        self._chosen = methods[spec.decoding.method]
+        self.fine_tuning = None if spec.finetune is None else FineTuning(spec.finetune)
+        self._objective = _as_they_are if self.fine_tuning is None else self.fine_tuning.terms
+        banned = torch.zeros(vocab_size)
+        banned[list(SPECIAL_IDS)] = -torch.inf
+        self.register_buffer("banned", banned, persistent=False)
+
+    def encode(
+        self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved
+    ) -> CopyMemory:
+        """Encoder states of the source, and the source itself."""
+        return CopyMemory(self.encoder(self._embed(source), mask, observe=observe), mask, source)
+
+    def states(
+        self,
+        memory: CopyMemory,
+        index: Int[Tensor, "B T"],
+        real: Bool[Tensor, "B T"],
+        observe: Observer = unobserved,
+    ) -> Float[Tensor, "B T D"]:
+        """Decoder states where position t copies source position `index` t; `real` is True on real positions."""
+        copies = self._embed(memory.source.gather(1, index))
+        return self.decoder(copies, real, memory.states, memory.mask, observe)
+
+    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """Scores of every vocabulary entry, from decoder states."""
+        return F.linear(states, self.embedding.weight)
+
+    def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
+        """Of the "encoder", of the "decoder" over its own positions, by place ("positional"), and "cross".
+
+        The source is copied as often as the model itself would; the target is not read.
+        """
+        told = reported(observe, {"self": "encoder"}, batch.source_mask)
+        memory = self.encode(batch.source, batch.source_mask, told)
+        canvas = self.start(memory)
+        real = canvas.tokens != PAD
+        names = {"self": "decoder", "positional": "positional", "cross": "cross"}
+        self.states(memory, canvas.cache.index, real, reported(observe, names, real))
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
+        """Cross-entropy of every target token given the true fertilities, and of the fertilities.
+
+        Errors: `UserError` for a batch without fertilities, or with such whose sum is not the target's length.
+        """
+        fertilities, lengths = _labels(batch), batch.target_mask.sum(1)
+        memory, index = self.encode(batch.source, batch.source_mask), copied(fertilities)
+        real = first(lengths, index.shape[1])
+        logits, target = self.logits(self.states(memory, index, real)[real]), batch.target[batch.target_mask]
+        told = cross_entropy(logits, target, self.spec.label_smoothing)
+        weight = self.spec.fertility_weight
+        terms = {
+            "tokens": LossTerm(told, lengths.sum()),
+            "fertilities": self.fertility.loss(memory.states, memory.mask, fertilities, weight),
+        }
+        return self._objective(terms, self, memory, logits, batch, generator)
+
+    def limit(self, memory: Memory) -> Int[Tensor, "B"]:
+        """The most tokens of each row's output; it depends on the row's source alone."""
+        return (2 * memory.lengths + 20).clamp(max=self.most_tokens)
+
+    def start(self, memory: Memory) -> Canvas:
+        """As many placeholders as the chosen fertilities sum to."""
+        log_probs = self.fertility.log_probs(memory.states)
+        return canvas_of(self.usable(self._chosen(log_probs), log_probs, memory))
+
+    def starts(self, memory: Memory, candidates: int) -> Canvas:
+        """Besides the canvas of `start`, those of drawn fertilities: noisy parallel decoding (section 4.2 there)."""
+        log_probs, decoding = self.fertility.log_probs(memory.states), self.spec.decoding
+        found = [self._chosen(log_probs)]
+        for number in range(1, candidates):
+            uniform = noise(decoding.seed, number, log_probs.shape[1]).to(log_probs.device)
+            found.append(drawn(log_probs, uniform.expand(len(log_probs), -1), decoding.temperature))
+        usable = [self.usable(fertilities, log_probs, memory) for fertilities in found]
+        return canvas_of(torch.stack(usable, 1).flatten(0, 1))
+
+    def usable(
+        self, fertilities: Int[Tensor, "B S"], log_probs: Float[Tensor, "B S C"], memory: Memory
+    ) -> Int[Tensor, "B S"]:
+        """Fertilities whose sum is at least 1 and at most the row's limit (`feasible`)."""
+        return feasible(fertilities, log_probs, memory.mask, self.limit(memory))
+
+    def fill(self, canvas: Canvas, memory: Memory, iteration: int = 0) -> Canvas:
+        """The most probable token at every position."""
+        assert isinstance(memory, CopyMemory)
+        real = canvas.tokens != PAD
+        logits = self.logits(self.states(memory, canvas.cache.index, real)).float()
+        best, tokens = (logits + self.banned).max(-1)
+        scores = (best - logits.logsumexp(-1)).masked_fill(~real, 0.0)
+        return Canvas(tokens.masked_fill(~real, PAD), scores, torch.ones_like(canvas.done))
+
+    def said(
+        self, memory: CopyMemory, fertilities: Int[Tensor, "B S"], log_probs: Float[Tensor, "B S C"]
+    ) -> Int[Tensor, "B T"]:
+        """The output under given fertilities, as far as they are usable; padded with PAD."""
+        return self.fill(canvas_of(self.usable(fertilities, log_probs, memory)), memory).tokens
+
+    def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
+        """Every row, after one pass."""
+        return after.done
+
+    def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        return self.dropout(self.positions(embed(self.embedding, ids)))
+
+
+def canvas_of(fertilities: Int[Tensor, "B S"]) -> Canvas:
+    """Placeholders where source tokens are copied to."""
+    index = copied(fertilities)
+    real = first(fertilities.sum(1), index.shape[1])
+    tokens = torch.full_like(index, PLACEHOLDER).masked_fill(~real, PAD)
+    done = torch.zeros(len(index), dtype=torch.bool, device=index.device)
+    return Canvas(tokens, torch.zeros(index.shape, device=index.device), done, Copies(index))
+
+
+def _labels(batch: Batch) -> Int[Tensor, "B S"]:
+    if batch.fertilities is None:
+        raise UserError(
+            "nat learns from fertilities, the batch has none; make them by `hasten align`, name their file "
+            "in data.fertilities"
+        )
+    if not torch.equal(batch.fertilities.sum(1), batch.target_mask.sum(1)):
+        raise UserError("the fertilities of a row do not sum to the number of its target tokens")
+    return batch.fertilities
+
+
+def _without_end(longest: int | None) -> int | None:
+    """How many tokens a sequence has besides its end symbol."""
+    return None if longest is None else longest - 1
+
+
+def _as_they_are(terms: dict[str, LossTerm], *learnt_from: object) -> dict[str, LossTerm]:
+    return terms
