@@ -114,6 +114,15 @@ def test_more_lengths_than_there_are_is_an_error():
         head.best(torch.randn(1, 1, 4), torch.ones(1, 1, dtype=torch.bool), 5)
 
 
+@pytest.mark.parametrize(("form", "most"), FORMS)
+def test_no_length_above_the_longest_is_found(form, most: int):
+    head, states = head_of(form, most), torch.randn(1, 5, 4)
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    every = head.best(states, mask, 6)[0][0].tolist()
+    found = head.best(states, mask, 3, longest=4)[0][0].tolist()
+    assert found == [length for length in every if length <= 4][:3]
+
+
 def test_the_states_get_no_gradient_where_it_is_detached():
     head, states = head_of("offset", 3), torch.randn(1, 5, 4, requires_grad=True)
     mask = torch.ones(1, 5, dtype=torch.bool)

@@ -54,13 +54,19 @@ class LengthHead(nn.Module):
         return int((real != lengths).sum())
 
     def best(
-        self, states: Float[Tensor, "B S D"], mask: Bool[Tensor, "B S"], candidates: int = 1
+        self,
+        states: Float[Tensor, "B S D"],
+        mask: Bool[Tensor, "B S"],
+        candidates: int = 1,
+        longest: int | None = None,
     ) -> tuple[Int[Tensor, "B k"], Float[Tensor, "B k"]]:
         """The most probable lengths, all different, and their log probabilities; `UserError` where there are fewer.
 
-        Equal probabilities: the shorter first.
+        Equal probabilities: the shorter first. `longest`: no length above it.
         """
         log_probs = self.log_probs(states, mask)
+        if longest is not None:
+            log_probs = log_probs.masked_fill(self._lengths(mask.sum(1, keepdim=True)) > longest, -torch.inf)
         possible = int((log_probs > -torch.inf).sum(1).min())
         if candidates > possible:
             raise UserError(f"{candidates} lengths at once; this model knows {possible} for one of the sources")
