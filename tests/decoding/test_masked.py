@@ -107,7 +107,7 @@ def test_a_batch_is_sampled_as_the_definition_does_row_by_row(spec, lengths, see
 
 
 def mask_predict(n: int, iterations: int, predict: Predictor) -> list[list[int]]:
-    """Ghazvininejad et al., 2019, section 4; masks are never forced where the schedule gives none."""
+    """Ghazvininejad et al., 2019; masks are never forced where the schedule gives none."""
     row, scores, seen = [MASK] * n, [0.0] * n, []
     for t in range(iterations):
         if t:

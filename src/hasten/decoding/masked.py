@@ -32,7 +32,7 @@ class MaskedSpec(Spec):
 
 
 MASK_PREDICT = MaskedSpec()
-"""Ghazvininejad et al., 2019 (Mask-Predict), section 4."""
+"""Ghazvininejad et al., 2019 (Mask-Predict)."""
 LLADA = MaskedSpec(remask="none")
 """Low-confidence remasking of Nie et al., 2025 (LLaDA): what is kept stays; `iterations` and `block` are its steps."""
 FAST_DLLM = MaskedSpec(remask="none", threshold=0.9, iterations=2**20)
@@ -72,7 +72,7 @@ class MaskedSampler:
     is never made: a row moves to its next block, or is finished, as soon as nothing is masked. Probabilities of kept
     tokens stay those of the pass that said them. Equal ones: the rightmost are masked.
 
-    Source: Ghazvininejad et al., 2019, section 4; Nie et al., 2025; Wu et al., 2025. It differs from the released
+    Source: Ghazvininejad et al., 2019; Nie et al., 2025; Wu et al., 2025. It differs from the released
     code of Mask-Predict, which masks at least one token after every pass, and of LLaDA, whose first passes take what
     the number of steps leaves over.
     """
