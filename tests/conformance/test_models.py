@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.data.batch import Batch, pair_batch
+from hasten.data.batch import Batch, Pair, pair_batch
 from hasten.data.tokenizer import BLANK, EOS, PAD, SPECIAL_IDS
 from hasten.decoding.refine import Decoded, final, refine
 from hasten.models import MODELS, GenerationModel, Refinement
@@ -173,6 +173,17 @@ def test_saving_and_loading_changes_nothing(model: GenerationModel, kind, tmp_pa
     assert decode(loaded, SOURCES) == decode(model, SOURCES)
 
 
+def batch_for(model: GenerationModel, pairs: Sequence[Pair]) -> Batch:
+    """The pairs, with a label each where the model learns from labels."""
+    needed = getattr(model.spec, "needs_fertilities", False)
+    return pair_batch(pairs, [even(len(s) + 1, len(t)) for s, t in pairs] if needed else None)
+
+
+def even(n_sources: int, n_targets: int) -> list[int]:
+    """Targets spread over the sources."""
+    return [n_targets * (i + 1) // n_sources - n_targets * i // n_sources for i in range(n_sources)]
+
+
 def losses(
     model: GenerationModel, batch: Batch, generator: torch.Generator | None = None
 ) -> dict[str, tuple[float, float]]:
@@ -182,9 +193,9 @@ def losses(
 
 
 def test_the_loss_of_a_batch_is_the_sum_of_the_losses_of_its_sentences(model: GenerationModel):
-    together = losses(model, pair_batch(PAIRS))
+    together = losses(model, batch_for(model, PAIRS))
     generator = torch.Generator().manual_seed(0)  # what is drawn in a loss is drawn sentence by sentence
-    alone = [losses(model, pair_batch([pair]), generator) for pair in PAIRS]
+    alone = [losses(model, batch_for(model, [pair]), generator) for pair in PAIRS]
     for name, (total, count) in together.items():
         assert total == pytest.approx(sum(one[name][0] for one in alone), rel=1e-4)
         assert count == sum(one[name][1] for one in alone) > 0
@@ -195,12 +206,13 @@ def widened(batch: Batch, columns: int) -> Batch:
         return torch.nn.functional.pad(tensor, (0, columns), value=value)
 
     sides = ((batch.source, batch.source_mask), (batch.target, batch.target_mask))
-    return Batch(*(part for ids, mask in sides for part in (widen(ids, PAD), widen(mask, False))))
+    parts = [part for ids, mask in sides for part in (widen(ids, PAD), widen(mask, False))]
+    return Batch(*parts, None if batch.fertilities is None else widen(batch.fertilities, 0))
 
 
 @pytest.mark.parametrize("columns", [1, 13])
 def test_padding_changes_neither_loss_nor_gradients(model: GenerationModel, columns: int):
-    batch = pair_batch(PAIRS)
+    batch = batch_for(model, PAIRS)
     plain = losses(model, batch)
     for name, term in losses(model, widened(batch, columns)).items():
         assert term == pytest.approx(plain[name], rel=1e-5)
@@ -218,7 +230,7 @@ def gradients(model: GenerationModel, batch: Batch) -> dict[str, Tensor]:
 
 def test_every_parameter_learns_and_no_gradient_is_infinite(model: GenerationModel):
     model.train()
-    found = gradients(model, pair_batch(PAIRS))
+    found = gradients(model, batch_for(model, PAIRS))
     for name, _ in model.named_parameters():
         assert name in found, f"{name} has no gradient"
         assert found[name].isfinite().all(), name
@@ -228,12 +240,12 @@ def test_every_parameter_learns_and_no_gradient_is_infinite(model: GenerationMod
 @pytest.mark.parametrize("pairs", [[([], [])], [([10], [])], [([], [30])], [([10], [30])]], ids=str)
 def test_short_and_empty_sentences_have_finite_losses_and_gradients(model: GenerationModel, pairs):
     model.train()
-    for gradient in gradients(model, pair_batch(pairs)).values():
+    for gradient in gradients(model, batch_for(model, pairs)).values():
         assert gradient.isfinite().all()
 
 
 def test_a_step_down_the_gradient_lowers_the_loss(model: GenerationModel):
-    batch = pair_batch(PAIRS)
+    batch = batch_for(model, PAIRS)
     before = sum(total for total, _ in losses(model, batch).values())
     found = gradients(model, batch)
     with torch.no_grad():
