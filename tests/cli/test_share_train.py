@@ -148,7 +148,7 @@ def weights(out: Path) -> dict[str, dict[str, torch.Tensor]]:
 def test_an_interruption_saves_and_says_the_command_that_goes_on(place, monkeypatch, capsys, tmp_path):
     out, plain = tmp_path / "out of here", tmp_path / "plain"
     assert share(monkeypatch, place, *learning(plain)) == 0
-    said, words = [], list(learning(out))
+    code, words = 0, list(learning(out))
     for number in range(3):  # in the round, in the last training, not at all
         with monkeypatch.context() as patch:
             if number < 2:
@@ -168,6 +168,14 @@ def test_an_interruption_saves_and_says_the_command_that_goes_on(place, monkeypa
     assert all(torch.equal(found[run][name], own) for run in expected for name, own in expected[run].items())
     assert (out / learn.ROUNDS).read_bytes() == (plain / learn.ROUNDS).read_bytes()
     assert (out / "model" / "README.md").exists()
+
+
+def test_a_stop_in_the_last_step_of_a_round_stops_too(place, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("hasten.cli.progress.TrainingProgress.stop_requested", lambda self: True)
+    assert share(monkeypatch, place, *learning(tmp_path / "out", "--round-steps", "1")) == 130
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"stopped when {tmp_path}/out/round-1/model was trained; go on by hasten share train")
+    assert not (tmp_path / "out" / "start").exists()
 
 
 def test_a_stop_while_measuring_leaves_nothing_and_goes_on_too(place, monkeypatch, capsys, tmp_path):

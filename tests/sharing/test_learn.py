@@ -287,7 +287,10 @@ def test_whoever_is_stopped_at_every_point_in_turn_comes_to_the_same(
 
 
 def cut(name: str, end: int) -> Callable[[Path], None]:
-    return lambda out: (out / name).write_bytes((out / name).read_bytes()[:end]) and None
+    def shorten(out: Path) -> None:
+        (out / name).write_bytes((out / name).read_bytes()[:end])
+
+    return shorten
 
 
 def without(*names: str) -> Callable[[Path], None]:

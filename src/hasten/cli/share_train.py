@@ -335,5 +335,7 @@ def _trainer(translator: "Translator") -> "Train":
                 stop=progress.stop_requested,
             )
         write_card(directory, spec, sum(parameter.numel() for parameter in made.parameters()))
+        if progress.stop_requested():  # too late for the loop to have stopped
+            raise loop.Interrupted(f"stopped when {directory} was trained")
 
     return train
