@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from hasten.nn.stack import Encoder, Observer, unobserved
 
 
 @dataclass(frozen=True, kw_only=True)
-class NATDecodingSpec(Spec):
+class NATDecoding(Spec):
     """How fertilities are chosen. None of it touches the weights."""
 
     method: Literal["argmax", "average"] = "argmax"
@@ -82,7 +82,7 @@ class NATSpec(Spec):
     shared_of_cross: Shared = "output"
     """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
 
-    decoding: NATDecodingSpec = field(default_factory=NATDecodingSpec)
+    decoding: NATDecoding = field(default_factory=NATDecoding)
     """How fertilities are chosen."""
     finetune: FineTuneSpec | None = None
     """Learn from an autoregressive teacher's judgement, too; start such a run from a trained model (init_from)."""
@@ -208,7 +208,11 @@ class NAT(GenerationModel):
 
     def limit(self, memory: Memory) -> Int[Tensor, "B"]:
         """The most tokens of each row's output; it depends on the row's source alone."""
-        return (2 * memory.lengths + 20).clamp(max=self.most_tokens)
+        return _most(memory.lengths).clamp(max=self.most_tokens)
+
+    def most_tokens_for(self, n_tokens: int) -> int:
+        """The most tokens of an output whose source has so many, its end symbol not counted."""
+        return min(_most(n_tokens + 1), self.most_tokens)
 
     def start(self, memory: Memory) -> Canvas:
         """As many placeholders as the chosen fertilities sum to."""
@@ -272,6 +276,10 @@ def _labels(batch: Batch) -> Int[Tensor, "B S"]:
     if not torch.equal(batch.fertilities.sum(1), batch.target_mask.sum(1)):
         raise UserError("the fertilities of a row do not sum to the number of its target tokens")
     return batch.fertilities
+
+
+def _most(source_length: Any) -> Any:
+    return 2 * source_length + 20
 
 
 def _without_end(longest: int | None) -> int | None:
