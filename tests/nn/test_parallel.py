@@ -169,3 +169,9 @@ def test_followers_have_no_queries_and_keys_of_their_own():
     follows_self = 2 * (2 * d * d + 2 * d)  # queries and keys with their biases, in two layers
     follows_cross = 4 * d * d + 4 * d + 2 * d  # everything of one, and the normalisation before it
     assert own - shared == follows_self + follows_cross
+
+
+def test_a_length_of_numbers_that_are_none_says_so():
+    head, states = head_of("offset", 3), torch.full((1, 5, 4), torch.nan)
+    with pytest.raises(UserError, match="not numbers"):
+        head.best(states, torch.ones(1, 5, dtype=torch.bool))

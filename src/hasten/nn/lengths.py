@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from hasten.decoding.frame import NOT_FINITE
 from hasten.errors import UserError
 from hasten.nn.loss import LossTerm
 
@@ -60,11 +61,14 @@ class LengthHead(nn.Module):
         candidates: int = 1,
         longest: int | None = None,
     ) -> tuple[Int[Tensor, "B k"], Float[Tensor, "B k"]]:
-        """The most probable lengths, all different, and their log probabilities; `UserError` where there are fewer.
+        """The most probable lengths, all different, and their log probabilities.
 
-        Equal probabilities: the shorter first. `longest`: no length above it.
+        Equal probabilities: the shorter first. `longest`: no length above it. `UserError` where there are fewer lengths
+        than `candidates`, or where the model's probabilities are not numbers.
         """
         log_probs = self.log_probs(states, mask)
+        if log_probs.isnan().any():
+            raise UserError(NOT_FINITE)
         if longest is not None:
             log_probs = log_probs.masked_fill(self._lengths(mask.sum(1, keepdim=True)) > longest, -torch.inf)
         possible = int((log_probs > -torch.inf).sum(1).min())
