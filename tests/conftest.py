@@ -57,7 +57,7 @@ def tiny_spec():
     from hasten import spec as specs
 
     def make(kind: str, **options):
-        depth = {"autoregressive": {"decoder_layers": 1}, "ctc": {"refiner_layers": 1}}.get(kind, {})
+        depth = {"ctc": {"refiner_layers": 1}}.get(kind, {"decoder_layers": 1})
         small = {"d_model": 32, "d_ff": 64, "n_heads": 4, "encoder_layers": 1, **depth, **options}
         return specs.parse({"data": {"path": "nowhere"}, "model": {"kind": kind, **small}}, "tests")
 

@@ -18,7 +18,7 @@ from hasten.data.tokenizer import Tokenizer
 from hasten.training import checkpoint
 from hasten.translator import LineTooLong, Translator, load
 
-KINDS = ["autoregressive", "ctc"]
+KINDS = ["autoregressive", "ctc", "refinement"]
 LINES = [
     "kamo ti.",
     "",
@@ -315,7 +315,7 @@ def test_a_name_that_can_be_none_is_one_line(name):
         load(name)
 
 
-@pytest.mark.parametrize("kind", ["autoregressive", "ctc"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("beam", [1, 3])
 def test_weights_that_overflow_say_so_instead_of_nothing(tiny_run, tokenizer, tmp_path: Path, kind: str, beam: int):
     run = Path(shutil.copytree(tiny_run(kind), tmp_path / "run"))

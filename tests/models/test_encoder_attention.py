@@ -36,15 +36,17 @@ SOURCES = [[10, 11, 12], [13], [14, 15, 14, 15, 16, 17, 18, 19, 20], [21, 21], [
 PAIRS = list(zip(SOURCES, [[30, 31], [32], [33, 33, 34, 35], [36, 37], [38]], strict=True))
 each = pytest.mark.parametrize(
     ("kind", "attention"),
-    [(kind, name) for kind in ("autoregressive", "ctc") for name in ATTENTION],
+    [(kind, name) for kind in ("autoregressive", "ctc", "refinement") for name in ATTENTION],
 )
 
 
 def configuration(directory: Path, kind: str, attention: str) -> specs.RunSpec:
-    depth = "decoder_layers = 1" if kind == "autoregressive" else "refiner_layers = 1"
+    depth = "refiner_layers = 1" if kind == "ctc" else "decoder_layers = 1"
     reads = [f"encoder_attention = [{ATTENTION[attention]}]"]
     if kind == "ctc":
         reads.append(f"refiner_attention = [{ATTENTION[attention]}]")
+    if kind == "refinement" and "external" not in attention:
+        reads.append(f"decoder_attention = [{ATTENTION[attention]}]")
     lines = [
         '[data]\npath = "nowhere"\n[model]',
         f'kind = "{kind}"\n{depth}\nencoder_layers = 2\nd_model = 32\nn_heads = 4\nd_ff = 64\ndropout = 0.0',

@@ -36,7 +36,7 @@ def run_spec(corpus: Corpus):
         shape = {"d_model": 16, "n_heads": 2, "d_ff": 32, "encoder_layers": 1, **(model or {})}
         options = {"steps": 9, "batch_tokens": 150, "warmup": 2, "learning_rate": 0.01, "validate_sentences": 0,
                    "precision": "float32", "save_every": 3, "average": 2, **training}  # fmt: skip
-        depth = "decoder_layers" if kind == "autoregressive" else "refiner_layers"
+        depth = "refiner_layers" if kind == "ctc" else "decoder_layers"
         table = {
             "data": {"path": str(corpus.directory)},
             "tokenizer": {"vocab_size": 275},

@@ -18,7 +18,8 @@ from hasten.nn.loss import LossTerm
 from hasten.training import checkpoint, loop
 from hasten.training.loop import Interrupted, Task, train
 
-KINDS = ("autoregressive", "ctc")
+KINDS = ("autoregressive", "ctc", "refinement")
+DRAWS_NOTHING = {"ctc": {"glancing_start": 0.0}, "refinement": {"denoise": 0.0}}
 TIMES = ("seconds", "tokens_per_second")
 
 
@@ -192,7 +193,7 @@ def gradient_by_definition(spec, letters: Tokenizer, task: Task, step_batches: i
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_follows_the_mean_gradient_of_its_batches(kind, accumulate, run_spec, task, letters, directory):
-    extra = {"label_smoothing": 0.2, "dropout": 0.0} | ({"glancing_start": 0.0} if kind == "ctc" else {})
+    extra = {"label_smoothing": 0.2, "dropout": 0.0, **DRAWS_NOTHING.get(kind, {})}
     spec = run_spec(kind, extra, steps=1, accumulate=accumulate, clip=1e9, weight_decay=0.0)
     torch.manual_seed(0)
     train(spec, directory, letters, task(spec))
@@ -228,7 +229,7 @@ def test_the_loss_falls_on_a_toy_task(kind, run_spec, task, letters, directory):
     spec = run_spec(kind, {"d_model": 32, "dropout": 0.0}, steps=60, save_every=60, batch_tokens=400)
     losses: list[float] = []
     train(spec, directory, letters, task(spec), observe=lambda report: losses.append(report.loss))
-    assert rows(directory)[-1]["tokens" if kind == "autoregressive" else "ctc"] < 0.6 * losses[0]
+    assert rows(directory)[-1]["ctc" if kind == "ctc" else "tokens"] < 0.6 * losses[0]
 
 
 def test_bfloat16_leaves_weights_in_float32_and_follows_another_run_in_one_process(run_spec, task, letters, tmp_path):

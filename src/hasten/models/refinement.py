@@ -237,7 +237,7 @@ class Refinement(GenerationModel):
         # The source has one symbol more: its end.
         limits = [limit and limit - 1 for limit in (self.encoder.longest, decoders[0].longest_memory)]
         self.longest = min((limit for limit in (*limits, decoders[0].longest) if limit is not None), default=None)
-        self.most_tokens = decoders[0].longest or 2**31
+        self.most_tokens = decoders[0].longest
         self.edits = (Edit("fill", self._fill),)
         self.feed = {"both": feed_both, "tokens": feed_tokens}[spec.feedback]
         self.corrupt: Corrupt = {"each": corrupt_each, "some": corrupt_some}[spec.corruption]
@@ -328,9 +328,9 @@ class Refinement(GenerationModel):
 
     def starts(self, memory: Memory, candidates: int) -> Canvas:
         """The `candidates` most probable lengths of every row, one after the other."""
-        lengths, _ = self.lengths.best(memory.states, memory.mask, candidates)
+        lengths, _ = self.lengths.best(memory.states, memory.mask, candidates, self.most_tokens)
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(candidates)
-        return self._blank(memory.select(rows), lengths.flatten().clamp(max=self.most_tokens))
+        return self._blank(memory.select(rows), lengths.flatten())
 
     def _blank(self, memory: Memory, lengths: Int[Tensor, "B"]) -> Canvas:
         real = first(lengths)
