@@ -4,20 +4,17 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
+from decoding.masked_definition import Passes, Predictor, plainly
 from hasten.data.tokenizer import MASK, PAD
 from hasten.decoding.masked import FAST_DLLM, LLADA, MASK_PREDICT, MaskedSampler, MaskedSpec, still_masked
 from hasten.models.base import Canvas
-
-Predictor = Callable[[Sequence[int]], list[tuple[int, float]]]
-Passes = list[tuple[list[int], list[int]]]
-"""Of every pass the row after filling and after masking."""
 
 LOG_PROBS = [-0.125 * step for step in range(1, 12)] + [0.0]  # few values: many ties; exact in float32
 
@@ -30,32 +27,6 @@ def predictor(seed: int, values: Sequence[float] = LOG_PROBS) -> Predictor:
         return [(draw.randrange(7, 40), draw.choice(values)) for _ in row]
 
     return predict
-
-
-def plainly(spec: MaskedSpec, n: int, predict: Predictor) -> tuple[Passes, list[float]]:
-    """The definition: blocks from left to right, and in each of them passes until nothing in it is masked."""
-    row, scores, passes = [MASK] * n, [0.0] * n, []
-    size = spec.block or n
-    for begin in range(0, n, size):
-        block = range(begin, min(begin + size, n))
-        t = 0
-        while any(row[i] == MASK for i in block):
-            t += 1
-            predicted = [i for i in block if row[i] == MASK]
-            found = predict(row)
-            for i in predicted:
-                row[i], scores[i] = found[i]
-            filled = list(row)
-            pool = list(block) if spec.remask == "worst" else predicted
-            n_masked = (len(block) * (spec.iterations - t)) // spec.iterations
-            if spec.remask == "none":
-                n_masked = min(n_masked, len(predicted) - 1)
-            doubtful = [i for i in pool if not scores[i] > math.log(spec.threshold)]
-            doubtful.sort(key=lambda i: (scores[i], -i))  # of equal ones the rightmost are masked
-            for i in doubtful[:n_masked]:
-                row[i] = MASK
-            passes.append((filled, list(row)))
-    return passes, scores
 
 
 def run(spec: MaskedSpec, lengths: Sequence[int], predict: Predictor, extra: int = 0) -> list[tuple[Passes, Canvas]]:
