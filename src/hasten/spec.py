@@ -30,6 +30,8 @@ class DataSpec(Spec):
     """A data directory made by `hasten data`."""
     distilled: str | None = None
     """A file that replaces the training targets, line for line (made by `hasten distill`); empty lines are left out."""
+    fertilities: str | None = None
+    """A file of fertilities, line for line (made by `hasten align`); only for models that learn from them."""
     max_tokens: PositiveInt = 200
     """Training pairs with more pieces than this on either side are left out and counted."""
 

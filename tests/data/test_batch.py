@@ -32,6 +32,26 @@ def test_a_source_ends_in_the_end_symbol_and_a_target_does_not():
     assert source_batch([[]])[0].tolist() == [[EOS]]
 
 
+def test_fertilities_stand_under_the_source_and_its_end_with_nothing_on_padding():
+    pairs = [([8], [9, 10]), ([11, 12], [])]
+    batch = pair_batch(pairs, [[2, 0], [0, 0, 0]])
+    assert batch.fertilities is not None
+    assert batch.fertilities.tolist() == [[2, 0, 0], [0, 0, 0]]
+    assert batch.fertilities.shape == batch.source.shape
+    assert batch.fertilities.sum(1).tolist() == batch.target_mask.sum(1).tolist()
+    assert pair_batch(pairs).fertilities is None
+    with pytest.raises(AssertionError, match="a label a source token"):
+        pair_batch(pairs, [[2], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("fertilities", [None, [[2, 0]]])
+def test_a_batch_moves_with_all_it_has(fertilities: list[list[int]] | None):
+    batch = pair_batch([([8], [9, 10])], fertilities)
+    moved = batch.to("meta")
+    assert {name: t is None for name, t in vars(moved).items()} == {name: t is None for name, t in vars(batch).items()}
+    assert all(t is None or t.device.type == "meta" for t in vars(moved).values())
+
+
 @given(lengths, st.integers(1, 100))
 def test_groups_hold_every_index_once_and_keep_within_the_tokens(lengths: list[int], batch_tokens: int):
     groups = group_by_tokens(lengths, batch_tokens)

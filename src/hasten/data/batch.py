@@ -15,23 +15,26 @@ Pair = tuple[list[int], list[int]]
 class Batch:
     """Pairs of one step. `source` (B, S) ends in EOS; `target` (B, U) carries no begin or end symbol.
 
-    The masks have the shapes of the ids and are True on real tokens; padding is on the right.
+    The masks have the shapes of the ids and are True on real tokens; padding is on the right. `fertilities` (B, S),
+    where there are labels: how many target tokens come from each source token and from its end symbol; 0 on padding.
     """
 
     source: Tensor
     source_mask: Tensor
     target: Tensor
     target_mask: Tensor
+    fertilities: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
-        return Batch(*(t.to(device, non_blocking=True) for t in vars(self).values()))
+        there = {name: t.to(device, non_blocking=True) for name, t in vars(self).items() if t is not None}
+        return Batch(**there)
 
 
-def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids (B, longest) padded with PAD on the right, and their mask (True on real tokens)."""
+def pad(rows: Sequence[Sequence[int]], filler: int = PAD) -> tuple[Tensor, Tensor]:
+    """Ids (B, longest) padded with `filler` on the right, and their mask (True on real tokens)."""
     longest = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), longest), PAD, dtype=torch.int64)
+    ids = torch.full((len(rows), longest), filler, dtype=torch.int64)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
@@ -43,9 +46,14 @@ def source_batch(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return pad([[*row, EOS] for row in rows])
 
 
-def pair_batch(pairs: Sequence[Pair]) -> Batch:
-    """One padded batch of (source ids, target ids)."""
-    return Batch(*source_batch([source for source, _ in pairs]), *pad([target for _, target in pairs]))
+def pair_batch(pairs: Sequence[Pair], fertilities: Sequence[Sequence[int]] | None = None) -> Batch:
+    """One padded batch of (source ids, target ids), with a label for each pair where there are any."""
+    source, target = source_batch([source for source, _ in pairs]), pad([target for _, target in pairs])
+    if fertilities is None:
+        return Batch(*source, *target)
+    labels, labelled = pad(fertilities, filler=0)
+    assert torch.equal(labelled, source[1]), "a label a source token, and one for its end"
+    return Batch(*source, *target, labels)
 
 
 def group_by_tokens(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

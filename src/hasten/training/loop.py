@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hasten import spec as specs
 from hasten.attention import after_update
-from hasten.data.batch import Pair, endless_batches, pair_batch
+from hasten.data.batch import Batch, Pair, endless_batches, pair_batch
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.models.base import GenerationModel
@@ -53,12 +53,21 @@ class Task:
     pairs: list[Pair]
     valid_source: list[str]
     valid_target: list[str]
+    fertilities: list[list[int]] | None = None
+    """Labels of the pairs, for models that learn from them: a number a source token and one for its end symbol."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Training pairs side by side, with their labels where there are any."""
+        labels = None if self.fertilities is None else [self.fertilities[i] for i in indices]
+        return pair_batch([self.pairs[i] for i in indices], labels)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the training pairs: a run goes on only with the pairs it began with."""
+        """SHA-256 of the training pairs and labels: a run goes on only with what it began with."""
         digest = hashlib.sha256()
         for source, target in self.pairs:
             digest.update(array.array("q", [len(source), len(target), *source, *target]).tobytes())
+        for label in self.fertilities or ():
+            digest.update(array.array("q", label).tobytes())
         return digest.hexdigest()
 
 
@@ -244,7 +253,7 @@ class _Run:
             seed = ((options.seed * 1_000_003 + step) * 1009 + number) * 1009 + accelerator.process_index
             torch.manual_seed(seed % _LARGEST_SEED)
             generator = torch.Generator().manual_seed(seed % _LARGEST_SEED)
-            batch = pair_batch([self.task.pairs[i] for i in indices]).to(accelerator.device)
+            batch = self.task.batch(indices).to(accelerator.device)
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.bfloat16):
                 terms = model(batch, generator)
             loss = self._objective(terms) / len(mine)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hasten.data.alignment import check_fertilities, read_fertilities
 from hasten.data.batch import Pair
 from hasten.data.corpus import Corpus, decode_lines
 from hasten.data.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ from hasten.training.loop import Task
 
 def check(spec: RunSpec) -> None:
     """Find the mistakes that need no data before minutes go into data: `UserError` names the first."""
+    _check_use_of_fertilities(spec)
     for name in (spec.tokenizer.from_model, spec.training.init_from):
         if name is not None:
             resolve(name)
@@ -34,6 +36,15 @@ def check(spec: RunSpec) -> None:
             f"{max(1, model.longest)}, or choose a kind without a limit (full, local, performer, ...)"
         )
     _check_memory(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def _check_use_of_fertilities(spec: RunSpec) -> None:
+    """`UserError` where a model that learns from fertilities has none, or another one has."""
+    kind, needed = spec.model.kind, getattr(spec.model, "needs_fertilities", False)
+    if needed and spec.data.fertilities is None:
+        raise UserError(f"a model of kind {kind!r} learns from data.fertilities; name a file that `hasten align` made")
+    if spec.data.fertilities is not None and not needed:
+        raise UserError(f"a model of kind {kind!r} has no use for data.fertilities; leave it out")
 
 
 def _check_memory(n_parameters: int) -> None:
@@ -57,26 +68,43 @@ def make_tokenizer(spec: TokenizerSpec, corpus: Corpus) -> Tokenizer:
 
 
 def make_task(spec: RunSpec, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Task, Counter[str]]:
-    """Encoded training pairs and validation lines, with the number of pairs left out for each reason."""
+    """Encoded training pairs and validation lines, with the number of pairs left out for each reason.
+
+    Labels are read for models that learn from them, and must fit the pairs that are kept.
+    """
+    _check_use_of_fertilities(spec)
     source, target = corpus.pairs("train")
     if spec.data.distilled is not None:
         target = read_distilled(spec.data, len(source))
-    learnable = spec.model.learnable
+    labels = None if spec.data.fertilities is None else read_fertilities(spec.data.fertilities, len(source))
     pairs: list[Pair] = []
+    kept: list[list[int]] = []
     counts: Counter[str] = Counter()
-    for s, t in zip(source, target, strict=True):
+    for number, (s, t) in enumerate(zip(source, target, strict=True)):
         pair = (tokenizer.encode(s), tokenizer.encode(t))
-        if not pair[0] or not pair[1]:
-            counts["empty"] += 1
-        elif max(map(len, pair)) > spec.data.max_tokens:
-            counts["longer than data.max_tokens"] += 1
-        elif not learnable(*pair):
-            counts["impossible for this model"] += 1
-        else:
-            pairs.append(pair)
+        reason = _reason_against(pair, spec)
+        if labels is not None and not reason and not labels[number]:
+            reason = "without fertilities"
+        if reason:
+            counts[reason] += 1
+            continue
+        pairs.append(pair)
+        if labels is not None:
+            place = f"data.fertilities {spec.data.fertilities}, line {number + 1}"
+            check_fertilities(labels[number], len(pair[0]), len(pair[1]), place)
+            kept.append(labels[number])
     counts["kept"] = len(pairs)
     valid = corpus.pairs("valid") if "valid" in corpus.splits else ([], [])
-    return Task(pairs, *valid), counts
+    return Task(pairs, *valid, None if labels is None else kept), counts
+
+
+def _reason_against(pair: Pair, spec: RunSpec) -> str:
+    """Why a pair is left out; nothing where it is not."""
+    if not all(pair):
+        return "empty"
+    if max(map(len, pair)) > spec.data.max_tokens:
+        return "longer than data.max_tokens"
+    return "" if spec.model.learnable(*pair) else "impossible for this model"
 
 
 def read_distilled(spec: DataSpec, n_lines: int) -> list[str]:
