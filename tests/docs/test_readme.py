@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/longformer-bigbird.md",
     "docs/mechanisms.md",
     "docs/attention-linear.md",
+    "docs/refinement.md",
 )
 FENCE = re.compile(
     r"(?:<!-- (?P<how>not run|run with): (?P<what>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S
