@@ -25,6 +25,7 @@ from hasten.nn.loss import LossTerm
 from hasten.spec import RunSpec
 from hasten.training import checkpoint, state
 from hasten.training.card import read_metrics
+from hasten.training.finetune import give_teacher
 from hasten.training.metrics import quality
 from hasten.training.optim import adamw, learning_rate
 from hasten.training.processes import keep_buffers_apart, make_accelerator, multiplies_in_bfloat16
@@ -126,6 +127,7 @@ class _Run:
         self._announce = announce
         self.bfloat16 = multiplies_in_bfloat16(self.options.precision, self.accelerator.device)
         self.model: GenerationModel = spec.model.build(tokenizer.vocab_size).to(self.accelerator.device)
+        give_teacher(self.model, spec, tokenizer)
         self.optimizer = adamw(self.model, self.options)
         self.data = task.fingerprint()
 

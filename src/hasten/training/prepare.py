@@ -14,13 +14,14 @@ from hasten.errors import UserError
 from hasten.pretrained import resolve
 from hasten.spec import DataSpec, RunSpec, TokenizerSpec
 from hasten.training.checkpoint import TOKENIZER
+from hasten.training.finetune import teacher_of
 from hasten.training.loop import Task
 
 
 def check(spec: RunSpec) -> None:
     """Find the mistakes that need no data before minutes go into data: `UserError` names the first."""
     _check_use_of_fertilities(spec)
-    for name in (spec.tokenizer.from_model, spec.training.init_from):
+    for name in (spec.tokenizer.from_model, spec.training.init_from, teacher_of(spec)):
         if name is not None:
             resolve(name)
     try:
