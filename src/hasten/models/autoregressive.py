@@ -14,6 +14,7 @@ from hasten.data.batch import Batch
 from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
 from hasten.fields import Depth, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
+from hasten.models.word_distillation import WordDistillation, WordDistillationSpec
 from hasten.nn.dropout import Dropout
 from hasten.nn.layers import DecoderLayerState
 from hasten.nn.loss import LossTerm, cross_entropy
@@ -60,6 +61,14 @@ class AutoregressiveSpec(Spec):
     shared_of_cross: Shared = "output"
     """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
 
+    distillation: WordDistillationSpec | None = None
+    """Learn from the distributions of another autoregressive model, too: that of a shared model before it shared."""
+
+    @property
+    def learns_from(self) -> tuple[str, str] | None:
+        """The setting that names a teacher, and its name."""
+        return None if self.distillation is None else ("model.distillation.teacher", self.distillation.teacher)
+
     def build(self, vocab_size: int) -> "Autoregressive":
         """A model with fresh weights."""
         return Autoregressive(self, vocab_size)
@@ -93,6 +102,8 @@ class Autoregressive(GenerationModel):
         self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)
         self.most_steps = self.decoder.longest or 2**31
         self.edits = (Edit("append", self._append),)
+        self.distillation = None if spec.distillation is None else WordDistillation(spec.distillation)
+        self._objective = _ordinary if self.distillation is None else self.distillation.terms
         banned = torch.zeros(vocab_size)
         banned[[i for i in SPECIAL_IDS if i != EOS]] = -torch.inf
         self.register_buffer("banned", banned, persistent=False)
@@ -105,13 +116,28 @@ class Autoregressive(GenerationModel):
         """Cross-entropy of every target token and of the end symbol."""
         states, outputs, real = self._forced(batch)
         logits = self.logits(states[real])
-        return {"tokens": LossTerm(cross_entropy(logits, outputs[real], self.spec.label_smoothing), real.sum())}
+        tokens = LossTerm(cross_entropy(logits, outputs[real], self.spec.label_smoothing), real.sum())
+        return self._objective({"tokens": tokens}, logits, batch)
+
+    def learn_from(self, teacher: "Autoregressive") -> None:
+        """Take the teacher that the spec's `distillation` names, and freeze it."""
+        assert self.distillation is not None
+        self.distillation.learn_from(teacher, teacher.said_log_probs)
+
+    def most_tokens_for(self, max_tokens: int) -> int:
+        """The most tokens of a target that a teacher is shown where training pairs have at most `max_tokens`."""
+        return max_tokens
 
     def log_probs(self, batch: Batch) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
         """log p(y | x) of every row, in float32, and the number of its decisions: all tokens and the end symbol."""
         states, outputs, real = self._forced(batch)
         own = -F.cross_entropy(self.logits(states[real]).float(), outputs[real], reduction="none")
         return torch.zeros_like(real, dtype=own.dtype).masked_scatter(real, own).sum(1), real.sum(1)
+
+    def said_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
+        """Log probabilities, in float32, of what could stand at every target token and at the end, row after row."""
+        states, _, real = self._forced(batch)
+        return self.logits(states[real]).float().log_softmax(-1)
 
     def forced_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
         """Log probabilities, in float32, of what could stand where the target tokens do: row after row, N in all.
@@ -195,3 +221,8 @@ class Autoregressive(GenerationModel):
 
     def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         return self.dropout(self.positions(embed(self.embedding, ids)))
+
+
+def _ordinary(terms: dict[str, LossTerm], logits: Float[Tensor, "N V"], batch: Batch) -> dict[str, LossTerm]:
+    """The objective of a model without a teacher."""
+    return terms

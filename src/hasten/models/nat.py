@@ -14,6 +14,7 @@ from hasten.data.batch import Batch
 from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
 from hasten.errors import UserError
 from hasten.fields import Depth, NonNegativeFloat, PositiveFactor, PositiveInt, Seed, Share, Spec
+from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.models.nat_finetune import FineTuneSpec, FineTuning
 from hasten.nn.decoder_inputs import first
@@ -87,6 +88,11 @@ class NATSpec(Spec):
     finetune: FineTuneSpec | None = None
     """Learn from an autoregressive teacher's judgement, too; start such a run from a trained model (init_from)."""
 
+    @property
+    def learns_from(self) -> tuple[str, str] | None:
+        """The setting that names a teacher, and its name."""
+        return None if self.finetune is None else ("model.finetune.teacher", self.finetune.teacher)
+
     def build(self, vocab_size: int) -> "NAT":
         """A model with fresh weights."""
         return NAT(self, vocab_size)
@@ -155,6 +161,11 @@ class NAT(GenerationModel):
         banned = torch.zeros(vocab_size)
         banned[list(SPECIAL_IDS)] = -torch.inf
         self.register_buffer("banned", banned, persistent=False)
+
+    def learn_from(self, teacher: Autoregressive) -> None:
+        """Take the teacher that the spec's `finetune` names, and freeze it."""
+        assert self.fine_tuning is not None
+        self.fine_tuning.learn_from(teacher)
 
     def encode(
         self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved

@@ -1,17 +1,21 @@
-"""The teacher whose judgement a run of fine-tuning learns from."""
+"""The teacher whose judgement or whose distributions a run learns from."""
 
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
-from hasten.models import NAT, Autoregressive, GenerationModel, NATSpec
+from hasten.models import NAT, Autoregressive, GenerationModel
 from hasten.pretrained import resolve
 from hasten.spec import RunSpec
 from hasten.training import checkpoint
 
 
 def teacher_of(spec: RunSpec) -> str | None:
-    """The name of the teacher in `model.finetune`; None for an ordinary run."""
-    model = spec.model
-    return model.finetune.teacher if isinstance(model, NATSpec) and model.finetune is not None else None
+    """The name of the teacher that the model's settings name; None for an ordinary run."""
+    setting = _setting(spec)
+    return None if setting is None else setting[1]
+
+
+def _setting(spec: RunSpec) -> tuple[str, str] | None:
+    return getattr(spec.model, "learns_from", None)
 
 
 def give_teacher(model: GenerationModel, spec: RunSpec, tokenizer: Tokenizer) -> None:
@@ -20,13 +24,13 @@ def give_teacher(model: GenerationModel, spec: RunSpec, tokenizer: Tokenizer) ->
     Errors: `UserError` for a teacher that is missing, has another tokenizer, is not autoregressive, or takes fewer
     tokens than the student may say.
     """
-    name = teacher_of(spec)
-    if name is None:
+    setting = _setting(spec)
+    if setting is None:
         return
-    assert isinstance(model, NAT)
-    assert model.fine_tuning is not None
+    key, name = setting
+    assert isinstance(model, NAT | Autoregressive)
     _, theirs, teacher = checkpoint.read_run(resolve(name))
-    place = f"model.finetune.teacher {name}"
+    place = f"{key} {name}"
     if theirs.fingerprint != tokenizer.fingerprint:
         raise UserError(f"{place} has another tokenizer; set tokenizer.from_model = {name!r} too")
     if not isinstance(teacher, Autoregressive):
@@ -37,4 +41,4 @@ def give_teacher(model: GenerationModel, spec: RunSpec, tokenizer: Tokenizer) ->
             f"{place} takes at most {teacher.longest} tokens, outputs may have {most}; lower data.max_tokens, or give "
             "a teacher whose attention has no max_length"
         )
-    model.fine_tuning.learn_from(teacher)
+    model.learn_from(teacher)
