@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/longformer-bigbird.md",
     "docs/mechanisms.md",
     "docs/attention-linear.md",
+    "docs/nat.md",
     "docs/refinement.md",
 )
 FENCE = re.compile(
