@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.data.batch import Batch, Pair, pair_batch
-from hasten.data.tokenizer import BLANK, EOS, PAD, SPECIAL_IDS
+from hasten.data.tokenizer import BLANK, EOS, MASK, PAD, SPECIAL_IDS
 from hasten.decoding.refine import Decoded, final, refine
 from hasten.models import MODELS, GenerationModel, Refinement
 from hasten.training import checkpoint
@@ -153,6 +153,9 @@ LAWS = {
         len(before) == len(after) and all(a == b or a in SPECIAL_IDS for a, b in zip(before, after, strict=True))
     ),
     "collapse": lambda before, after: is_subsequence(after, before) and BLANK not in after,
+    "mask": lambda before, after: (
+        len(before) == len(after) and all(b in (a, MASK) for a, b in zip(before, after, strict=True))
+    ),
 }
 # To these every token of the last pass is open again: they fill the whole canvas, and leave nothing open.
 REWRITING = (Refinement,)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from decoding.masked_definition import Passes, Predictor, plainly
 from hasten.data.tokenizer import MASK, PAD
+from hasten.decoding.canvas import Canvas
 from hasten.decoding.masked import FAST_DLLM, LLADA, MASK_PREDICT, MaskedSampler, MaskedSpec, still_masked
-from hasten.models.base import Canvas
 
 LOG_PROBS = [-0.125 * step for step in range(1, 12)] + [0.0]  # few values: many ties; exact in float32
 

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from hasten.data.batch import pad, pair_batch
 from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
+from hasten.decoding.canvas import select
 from hasten.errors import UserError
 from hasten.models import AutoregressiveSpec
-from hasten.models.base import Memory, select
+from hasten.models.base import Memory
 
 DEPTHS = [(2, 2), (2, 1), (3, 1), (1, 2)]
 SOURCES = [[10, 11, 12, EOS], [13, EOS], [14, 15, 16, 17, 18, 19, EOS]]

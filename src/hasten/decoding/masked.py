@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.data.tokenizer import MASK, PAD
+from hasten.decoding.canvas import Canvas
 from hasten.fields import PositiveInt, Spec
-from hasten.models.base import Canvas
 from hasten.nn.decoder_inputs import first
 
 _ENDLESS = 2**31  # positions; a block that no output is longer than

@@ -8,11 +8,14 @@ from hasten.models.autoregressive import Autoregressive, AutoregressiveSpec
 from hasten.models.base import GenerationModel
 from hasten.models.classifier import Classifier, ClassifierSpec
 from hasten.models.ctc import CTC, CTCSpec
+from hasten.models.mask_predict import MaskPredict, MaskPredictSpec
 from hasten.models.nat import NAT, NATSpec
 from hasten.models.refinement import Refinement, RefinementSpec
 
-MODELS = (Autoregressive, CTC, NAT, Refinement)
-ModelSpec = Annotated[AutoregressiveSpec | CTCSpec | NATSpec | RefinementSpec, Field(discriminator="kind")]
+MODELS = (Autoregressive, CTC, MaskPredict, NAT, Refinement)
+ModelSpec = Annotated[
+    AutoregressiveSpec | CTCSpec | MaskPredictSpec | NATSpec | RefinementSpec, Field(discriminator="kind")
+]
 
 __all__ = [
     "CTC",
@@ -24,6 +27,8 @@ __all__ = [
     "Classifier",
     "ClassifierSpec",
     "GenerationModel",
+    "MaskPredict",
+    "MaskPredictSpec",
     "ModelSpec",
     "NATSpec",
     "Refinement",

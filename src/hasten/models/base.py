@@ -2,17 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hasten.attention.base import Operator, State
+from hasten.attention.base import Operator
 from hasten.attention.losses import attention_losses, together
 from hasten.attention.multihead import Attended
 from hasten.data.batch import Batch
+from hasten.decoding.canvas import Canvas
 from hasten.decoding.frame import EditKind
 from hasten.errors import UserError
 from hasten.nn.loss import LossTerm
@@ -38,32 +39,6 @@ class Memory:
     def lengths(self) -> Int[Tensor, "B"]:
         """Real positions of each row."""
         return self.mask.sum(1)
-
-
-@dataclass(frozen=True)
-class Canvas:
-    """The output so far. It is never changed: edits return a new one.
-
-    tokens (B, L), right padded with PAD; scores (B, L) log probabilities; done (B,) rows that need no further edit;
-    cache is whatever the model carries from edit to edit (None: nothing).
-    """
-
-    tokens: Int[Tensor, "B L"]
-    scores: Float[Tensor, "B L"]
-    done: Bool[Tensor, "B"]
-    cache: Any = field(default=None, repr=False)
-
-    def select(self, rows: Tensor) -> "Canvas":
-        """Batch rows by index."""
-        cache = None if self.cache is None else select(self.cache, rows)
-        return Canvas(
-            self.tokens.index_select(0, rows), self.scores.index_select(0, rows), self.done.index_select(0, rows), cache
-        )
-
-
-def select(state: State | tuple[State, ...], rows: Tensor) -> Any:
-    """Batch rows of a state, or of each state of a tuple."""
-    return tuple(select(part, rows) for part in state) if isinstance(state, tuple) else state.select(rows)
 
 
 class Edit(NamedTuple):

@@ -51,7 +51,7 @@ class MaskPredictSpec(Spec):
     at even distances or mixed by distance."""
     length_form: LengthForm = "offset"
     """Output lengths are told as differences to the source's, or as they are."""
-    length_most: PositiveInt = 128
+    length_most: PositiveInt = 64
     """The largest difference, or the largest length; lengths beyond are learnt as the nearest."""
     length_weight: NonNegativeFloat = 0.1
     """Weight of the lengths' cross-entropy beside that of the tokens."""
