@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from hasten import spec as specs
 from hasten.errors import UserError
 from hasten.fields import Spec
-from hasten.models import AutoregressiveSpec, CTCSpec
+from hasten.models import AutoregressiveSpec, CTCSpec, ModelSpec
 from hasten.spec import DataSpec, RunSpec, TokenizerSpec, TrainingSpec
+from hasten.spec_errors import kind_of
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+KINDS = ", ".join(kind_of(spec) for spec in get_args(get_args(ModelSpec)[0]))
 SMALLEST = '[data]\npath = "d"\n\n[model]\nkind = "ctc"\n'
 
 # The shape checker of the tests samples the entries of tuples.
@@ -146,12 +149,12 @@ def test_an_override_cannot_enter_a_value(toml):
         ("training.vocab_size=300", "unknown key training.vocab_size; did you mean tokenizer.vocab_size?"),
         ("model.d_modle=5", "unknown key model.d_modle; did you mean d_model?"),
         ("model.decoder_layers=5", "unknown key model.decoder_layers: it is a setting of kind autoregressive"),
-        ("data.qqqqqqqq=5", "unknown key data.qqqqqqqq; allowed: distilled, max_tokens, path"),
+        ("data.qqqqqqqq=5", "unknown key data.qqqqqqqq; allowed: distilled, fertilities, max_tokens, path"),
         (
             "model.encoder_attention=[{kind = 'full', droput = 1}]",
             "unknown key model.encoder_attention[0].droput; did you mean dropout?",
         ),
-        ("model.kind=ctx", "model.kind: choose one of autoregressive, ctc; got 'ctx'; did you mean ctc?"),
+        ("model.kind=ctx", f"model.kind: choose one of {KINDS}; got 'ctx'; did you mean ctc?"),
         (
             "training.schedule=cosine",
             "training.schedule: Input should be 'linear', 'inverse_sqrt' or 'hold_then_linear'",
@@ -204,7 +207,7 @@ def test_a_mistake_is_answered_with_place_and_remedy(override, answer, toml):
         ('[model]\nkind = "ctc"\n', "data: this is required"),
         ('[data]\n[model]\nkind = "ctc"\n', "data.path: this is required"),
         ('[data]\npth = "d"\n[model]\nkind = "ctc"\n', "unknown key data.pth; did you mean path?"),
-        ('[data]\npath = "d"\n[model]\nd_model = 8\n', "model.kind: choose one of autoregressive, ctc; got None"),
+        ('[data]\npath = "d"\n[model]\nd_model = 8\n', f"model.kind: choose one of {KINDS}; got None"),
         ('model = 3\n[data]\npath = "d"\n', "model: Input should be a table, got 3"),
         ('data = "d"\n[model]\nkind = "ctc"\n', "data: Input should be a table, got 'd'"),
     ],
