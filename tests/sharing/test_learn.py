@@ -292,6 +292,12 @@ def test_whoever_is_stopped_at_every_point_in_turn_comes_to_the_same(
         assert killer.trained.count((f"out/{name}", 1)) == (1 if polite else 3)
 
 
+def test_the_last_training_begins_where_the_last_round_ended(uninterrupted):
+    start, second = (checkpoint.read_run(uninterrupted / name)[2].state_dict() for name in ("start", "round-2/model"))
+    assert start.keys() == second.keys()
+    assert all(torch.equal(start[name], own) for name, own in second.items())
+
+
 def cut(name: str, end: int) -> Callable[[Path], None]:
     def shorten(out: Path) -> None:
         (out / name).write_bytes((out / name).read_bytes()[:end])
