@@ -1,9 +1,11 @@
 """Models learn a real task, words to phonemes, through the path that users take.
 
 Measured on one core of an AMD EPYC with AVX512-BF16: phoneme error rate 0.20 autoregressive and 0.17 one-pass, about a
-minute of computing each.
+minute of computing each; 0.280, 0.275 and 0.273 by refinement in 1, 4 and 10 passes, after two minutes. The length
+is what refinement gets wrong: for 56 words of 100 it is right.
 """
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
@@ -16,14 +18,20 @@ import torch
 
 from hasten import spec as specs
 from hasten.data.corpus import Corpus, Pair, write_corpus
+from hasten.data.tokenizer import Tokenizer
 from hasten.models import GenerationModel
+from hasten.models.refinement import RefinementDecoding
 from hasten.training import loop, prepare
 from hasten.translator import Translator
 
 pytestmark = pytest.mark.slow
 
 HELD_OUT, TRAINED = 1000, 60_000
-SHAPES = {"autoregressive": {"decoder_layers": 2}, "ctc": {"refiner_layers": 1, "upsample": 2}}
+SHAPES = {
+    "autoregressive": {"decoder_layers": 2},
+    "ctc": {"refiner_layers": 1, "upsample": 2},
+    "refinement": {"decoder_layers": 2, "label_smoothing": 0.0},
+}
 
 
 def words() -> list[Pair]:
@@ -72,8 +80,10 @@ def test_no_word_is_both_learnt_and_asked(dictionary):
     assert not set(dictionary.documents("train")) & set(dictionary.documents("valid"))
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("autoregressive", 0.25), ("ctc", 0.23)])
-def test_a_small_model_learns_to_pronounce(kind: str, bound: float, dictionary: Corpus, tmp_path: Path):
+def learn(
+    kind: str, dictionary: Corpus, directory: Path
+) -> tuple[specs.RunSpec, GenerationModel, Tokenizer, loop.Task]:
+    """A small model after 600 steps, with what it was made from; untrained, it says next to nothing right."""
     shape = {"d_model": 64, "n_heads": 4, "d_ff": 256, "encoder_layers": 2, "dropout": 0.05}
     training = {"steps": 600, "batch_tokens": 2000, "learning_rate": 3e-3, "warmup": 60, "decay": 0.5,
                 "save_every": 600, "average": 1, "validate_sentences": 0}  # fmt: skip
@@ -91,7 +101,26 @@ def test_a_small_model_learns_to_pronounce(kind: str, bound: float, dictionary: 
     assert counts["kept"] > 0.99 * TRAINED
     untrained = spec.model.build(tokenizer.vocab_size).eval()
     assert error_rate(untrained, tokenizer, task) > 0.8
-    learnt = loop.train(spec, tmp_path / "run", tokenizer, task)
+    return spec, loop.train(spec, directory, tokenizer, task), tokenizer, task
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("autoregressive", 0.25), ("ctc", 0.23)])
+def test_a_small_model_learns_to_pronounce(kind: str, bound: float, dictionary: Corpus, tmp_path: Path):
+    _, learnt, tokenizer, task = learn(kind, dictionary, tmp_path / "run")
     reached = error_rate(learnt, tokenizer, task)
     print(f"{kind}: phoneme error rate {reached:.3f}")
     assert reached <= bound
+
+
+def test_refinement_learns_to_pronounce_and_further_passes_mend_what_the_first_said(dictionary, tmp_path: Path):
+    spec, learnt, tokenizer, task = learn("refinement", dictionary, tmp_path / "run")
+    reached = {}
+    for passes in (1, 4, 10):
+        decoding = RefinementDecoding(iterations=passes, adaptive=False)
+        model = dataclasses.replace(spec.model, decoding=decoding).build(tokenizer.vocab_size).eval()
+        model.load_state_dict(learnt.state_dict())
+        reached[passes] = error_rate(model, tokenizer, task)
+        print(f"refinement, {passes} passes: phoneme error rate {reached[passes]:.3f}")
+    assert reached[4] <= reached[1] - 0.002  # measured: 0.006 better
+    assert reached[10] <= reached[4] + 0.002  # measured: 0.002 better
+    assert reached[10] <= 0.32
