@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/attention-linear.md",
     "docs/nat.md",
     "docs/refinement.md",
+    "docs/mask-predict.md",
 )
 FENCE = re.compile(
     r"(?:<!-- (?P<how>not run|run with): (?P<what>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S

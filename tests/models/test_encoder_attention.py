@@ -36,7 +36,7 @@ SOURCES = [[10, 11, 12], [13], [14, 15, 14, 15, 16, 17, 18, 19, 20], [21, 21], [
 PAIRS = list(zip(SOURCES, [[30, 31], [32], [33, 33, 34, 35], [36, 37], [38]], strict=True))
 each = pytest.mark.parametrize(
     ("kind", "attention"),
-    [(kind, name) for kind in ("autoregressive", "ctc", "refinement") for name in ATTENTION],
+    [(kind, name) for kind in ("autoregressive", "ctc", "refinement", "mask_predict") for name in ATTENTION],
 )
 
 
@@ -45,7 +45,7 @@ def configuration(directory: Path, kind: str, attention: str) -> specs.RunSpec:
     reads = [f"encoder_attention = [{ATTENTION[attention]}]"]
     if kind == "ctc":
         reads.append(f"refiner_attention = [{ATTENTION[attention]}]")
-    if kind == "refinement" and "external" not in attention:
+    if kind in ("refinement", "mask_predict") and "external" not in attention:
         reads.append(f"decoder_attention = [{ATTENTION[attention]}]")
     lines = [
         '[data]\npath = "nowhere"\n[model]',
