@@ -75,6 +75,17 @@ def test_training_leaves_rounds_and_a_model(place, monkeypatch, capsys, tmp_path
     assert (out / "model" / "README.md").exists()
 
 
+def test_training_learns_from_what_the_model_said_before_it_shared(place, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "learnt"
+    options = ("--model", "teacher", "--data", "data", "--theta", "-1", "--out", out, "--round-steps", "2")
+    settings = ("training.steps=3", "training.batch_tokens=200", "training.validate_sentences=0", "training.warmup=1")
+    assert share(monkeypatch, place, "train", *options, "--distillation", "0.75", *settings) == 0
+    rows = [json.loads(row) for row in (out / "model" / "metrics.jsonl").read_text().splitlines()]
+    assert any("teacher" in row for row in rows)
+    model = hasten.load(out / "model").model
+    assert (model.spec.distillation.teacher, model.spec.distillation.share) == ("teacher", 0.75)
+
+
 def test_a_sweep_times_each_policy_and_names_the_front(place, monkeypatch, capsys, tmp_path):
     out = tmp_path / "sweep"
     options = ("--model", "teacher", "--data", "data", "--thetas", "2,-1", "--sentences", "3", "--repeats", "1")
@@ -111,6 +122,12 @@ def test_a_sweep_times_each_policy_and_names_the_front(place, monkeypatch, capsy
         ("sweep", ["--thetas", "2"], "no threshold makes any layers share"),
         ("train", ["--theta", "0.5", "--data", "nowhere"], "nowhere"),
         ("train", ["--theta", "nan"], "theta is nan"),
+        ("train", ["--theta", "0.5", "--distillation", "2"], "--distillation"),
+        (
+            "train",
+            ["--model", "student", "--theta", "0.5", "--distillation", "0.5"],
+            "--distillation: ctc models have no words to learn one by one",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(place, monkeypatch, capsys, tmp_path, verb, arguments, problem):
@@ -204,6 +221,7 @@ def test_a_stop_while_measuring_leaves_nothing_and_goes_on_too(place, monkeypatc
         (("--resume", "--theta-cross", "0.25"), "began with other settings: theta.cross not given (now 0.25); restore"),
         (("--resume", "--theta", "-2"), "began with other settings: theta.decoder -1.0 (now -2.0); restore"),
         (("--resume", "--round-steps", "4", "--form", "map"), "round_steps 3 (now 4), form blocks (now map); restore"),
+        (("--resume", "--distillation", "0.5"), "began with other settings: model.distillation "),
         (("--resume", "training.steps=4"), "began with other settings: training.steps 3 (now 4); restore"),
         (("--resume", "--sentences", "3"), "began with other settings: sentences measured on (changed); restore"),
         (("--resume", "--model", "other"), "began with other settings: weights of the model (changed); restore"),

@@ -40,6 +40,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="training.KEY=value and data.KEY=value in TOML notation.", show_default=False),
 ]
+Distillation = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Weight of the words that --model would say itself; 0: learn from the text alone."),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with what an interrupted call left in --out, to the same result.")
 ]
@@ -100,6 +104,7 @@ def train(
     shared_of_cross: SharedOfCross = "output",
     match_heads: Match = False,
     sentences: Sentences = 500,
+    distillation: Distillation = 0.0,
     round_steps: Annotated[int, typer.Option(min=1, help="Updates of each round.")] = 300,
     rounds: Annotated[int, typer.Option(min=1, help="The most rounds.")] = 5,
     resume: Resume = False,
@@ -108,8 +113,9 @@ def train(
     """Learn who shares together with the model: measure, choose, train, until the choice stands; then train to the end.
 
     The settings are those of the model's own run; change them with overrides (training.steps are those of the last
-    part). OUT/model is the result, OUT/rounds.jsonl says of each round who shared and how well it translated. After an
-    interruption the same command with --resume goes on.
+    part). OUT/model is the result, OUT/rounds.jsonl says of each round who shared and how well it translated. With
+    --distillation it learns from what the model would have said before it shared, at every word. After an interruption
+    the same command with --resume goes on.
 
     Example: hasten share train --model en-de-teacher --data data/en-de --theta 0.5 --theta-cross 0.5 --out shared
     training.steps=2000 training.learning_rate=0.0007
@@ -121,7 +127,8 @@ def train(
     with _resumable(out, resume):
         translator, spec = _load(model, threads)
         policy = _policy(translator, thetas, largest, form, shared_of_cross)
-        original = _original(translator, _overridden(spec, data, overrides or []), data, sentences)
+        taught = _taught(spec, model, distillation)
+        original = _original(translator, _overridden(taught, data, overrides or []), data, sentences)
         memory.keep_freed_memory()
         found = learn(
             original,
@@ -152,6 +159,7 @@ def sweep(
     shared_of_cross: SharedOfCross = "output",
     match_heads: Match = True,
     sentences: Sentences = 200,
+    distillation: Distillation = 0.0,
     steps: Annotated[int, typer.Option(min=0, help="Updates of each model before it is judged; 0: none.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of timing; medians are kept.")] = 3,
     resume: Resume = False,
@@ -172,7 +180,8 @@ def sweep(
     thresholds, names = _numbers(thetas), _names(kinds)
     with _resumable(out, resume):
         translator, spec = _load(model, threads)
-        original = _original(translator, _overridden(spec, data, overrides or []), data, sentences)
+        taught = _taught(spec, model, distillation)
+        original = _original(translator, _overridden(taught, data, overrides or []), data, sentences)
         policy = Policy(thetas={}, form=form, largest=largest, shared_of_cross=shared_of_cross)
         trainer = _trainer(translator) if steps else None
         made = sweeping.models(
@@ -296,6 +305,21 @@ def sample(translator: "Translator", sources: list[str], targets: list[str], wan
     if len(pairs) < len(texts):
         typer.echo(f"left out {len(texts) - len(pairs):,} with more than {longest} pieces on a side", err=True)
     return pairs
+
+
+def _taught(spec: "RunSpec", model: str, share: float) -> "RunSpec":
+    """The run in which `model` itself, as it is now, is the teacher; the same run where its share is 0."""
+    from dataclasses import replace
+
+    from hasten.models import AutoregressiveSpec
+    from hasten.models.word_distillation import WordDistillationSpec
+
+    if share == 0:
+        return spec
+    if not isinstance(spec.model, AutoregressiveSpec):
+        raise UserError(f"--distillation: {spec.model.kind} models have no words to learn one by one; leave it out")
+    teacher = WordDistillationSpec(teacher=model, share=share)
+    return replace(spec, model=replace(spec.model, distillation=teacher))
 
 
 def _overridden(spec: "RunSpec", data: Path, overrides: list[str]) -> "RunSpec":
