@@ -47,7 +47,7 @@ class MaskPredictSpec(Spec):
     label_smoothing: Share = 0.1
     """Share of the target probability that is spread over the vocabulary."""
     decoder_input: Literal["mask", "uniform_copy", "soft_copy"] = "mask"
-    """What masked positions read: the embedding of the mask, or states of the source, even copies or mixtures of them."""
+    """What masked positions read: the mask's embedding, or states of the source, copied evenly or mixed by distance."""
     length_form: LengthForm = "offset"
     """Output lengths are told as differences to the source's, or as they are."""
     length_most: PositiveInt = 64
