@@ -2,13 +2,14 @@
 
 Measured on one core of an AMD EPYC with AVX512-BF16: phoneme error rate 0.20 autoregressive and 0.17 one-pass, about a
 minute of computing each; 0.280, 0.275 and 0.273 by refinement in 1, 4 and 10 passes, after two minutes. The length
-is what refinement gets wrong: for 56 words of 100 it is right.
+is what refinement gets wrong: for 56 words of 100 it is right. 0.316, 0.296 and 0.291 by Mask-Predict in 1, 4 and 10
+passes, after a minute or two; its length is right for 44 words of 100.
 """
 
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,11 +18,15 @@ import pytest
 import torch
 
 from hasten import spec as specs
+from hasten.data.alignment import write_fertilities
 from hasten.data.corpus import Corpus, Pair, write_corpus
 from hasten.data.tokenizer import Tokenizer
+from hasten.decoding.masked import MaskedSpec
+from hasten.fields import Spec
 from hasten.models import GenerationModel
 from hasten.models.refinement import RefinementDecoding
 from hasten.training import loop, prepare
+from hasten.training.teacher_alignment import attention_fertilities
 from hasten.translator import Translator
 
 pytestmark = pytest.mark.slow
@@ -30,7 +35,9 @@ HELD_OUT, TRAINED = 1000, 60_000
 SHAPES = {
     "autoregressive": {"decoder_layers": 2},
     "ctc": {"refiner_layers": 1, "upsample": 2},
+    "nat": {"decoder_layers": 2, "label_smoothing": 0.0},
     "refinement": {"decoder_layers": 2, "label_smoothing": 0.0},
+    "mask_predict": {"decoder_layers": 2, "label_smoothing": 0.0},
 }
 
 
@@ -48,7 +55,7 @@ def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return write_corpus(tmp_path_factory.mktemp("dictionary"), ("letters", "phonemes"), splits, {})
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -67,7 +74,10 @@ def edits(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def error_rate(model: GenerationModel, tokenizer, task: loop.Task) -> float:
-    said = Translator(model, tokenizer).translate(task.valid_source)
+    return wrong_share(Translator(model, tokenizer).translate(task.valid_source), task)
+
+
+def wrong_share(said: Sequence[str], task: loop.Task) -> float:
     wrong = sum(edits(a.split(), b.split()) for a, b in zip(said, task.valid_target, strict=True))
     return wrong / sum(len(line.split()) for line in task.valid_target)
 
@@ -81,7 +91,7 @@ def test_no_word_is_both_learnt_and_asked(dictionary):
 
 
 def learn(
-    kind: str, dictionary: Corpus, directory: Path
+    kind: str, dictionary: Corpus, directory: Path, **data: str
 ) -> tuple[specs.RunSpec, GenerationModel, Tokenizer, loop.Task]:
     """A small model after 600 steps, with what it was made from; untrained, it says next to nothing right."""
     shape = {"d_model": 64, "n_heads": 4, "d_ff": 256, "encoder_layers": 2, "dropout": 0.05}
@@ -89,7 +99,7 @@ def learn(
                 "save_every": 600, "average": 1, "validate_sentences": 0}  # fmt: skip
     spec = specs.parse(
         {
-            "data": {"path": str(dictionary.directory)},
+            "data": {"path": str(dictionary.directory), **data},
             "tokenizer": {"vocab_size": 375},
             "model": {"kind": kind, **shape, **SHAPES[kind]},
             "training": training,
@@ -104,23 +114,71 @@ def learn(
     return spec, loop.train(spec, directory, tokenizer, task), tokenizer, task
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("autoregressive", 0.25), ("ctc", 0.23)])
-def test_a_small_model_learns_to_pronounce(kind: str, bound: float, dictionary: Corpus, tmp_path: Path):
-    _, learnt, tokenizer, task = learn(kind, dictionary, tmp_path / "run")
+@pytest.fixture(scope="module")
+def teacher(dictionary: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    """The autoregressive model, which others learn from."""
+    spec, model, tokenizer, _ = learn("autoregressive", dictionary, tmp_path_factory.mktemp("teacher"))
+    return Translator(model, tokenizer, spec)
+
+
+def valid(dictionary: Corpus) -> loop.Task:
+    return loop.Task([], *dictionary.pairs("valid"))
+
+
+def test_an_autoregressive_model_learns_to_pronounce(teacher: Translator, dictionary: Corpus):
+    reached = error_rate(teacher.model, teacher.tokenizer, valid(dictionary))
+    print(f"autoregressive: phoneme error rate {reached:.3f}")
+    assert reached <= 0.25
+
+
+def test_a_one_pass_model_learns_to_pronounce(dictionary: Corpus, tmp_path: Path):
+    _, learnt, tokenizer, task = learn("ctc", dictionary, tmp_path / "run")
     reached = error_rate(learnt, tokenizer, task)
-    print(f"{kind}: phoneme error rate {reached:.3f}")
-    assert reached <= bound
+    print(f"ctc: phoneme error rate {reached:.3f}")
+    assert reached <= 0.23
+
+
+def test_a_nat_learns_to_pronounce_and_its_teacher_finds_better_candidates(teacher, dictionary: Corpus, tmp_path: Path):
+    spelt, said = dictionary.pairs("train")
+    pairs = [(teacher.tokenizer.encode(a), teacher.tokenizer.encode(b)) for a, b in zip(spelt, said, strict=True)]
+    labels = tmp_path / "fertilities"
+    write_fertilities(labels, attention_fertilities(teacher.model, pairs))
+    _, learnt, tokenizer, task = learn("nat", dictionary, tmp_path / "run", fertilities=str(labels))
+    nat, words = Translator(learnt, tokenizer), task.valid_source
+    outputs = [nat.translate(words), nat.translate(words, beam=10, rescorer=teacher)]
+    # Empty texts, outputs of spaces alone, are scored, too.
+    thought = [sum(teacher.score(words, output)) / len(words) for output in outputs]
+    reached = [wrong_share(output, task) for output in outputs]
+    print(f"nat: phoneme error rate {reached[0]:.3f}, of 10 candidates the teacher's choice {reached[1]:.3f}")
+    print(f"nat: the teacher's mean log probability {thought[0]:.3f} and {thought[1]:.3f}")
+    assert reached[0] <= 0.29
+    assert reached[1] <= reached[0] - 0.03  # measured: 0.058 better
+    assert thought[1] >= thought[0]
+
+
+def by_passes(kind: str, learn_from: Corpus, directory: Path, decoding: Callable[[int], Spec]) -> dict[int, float]:
+    """Error rates of a learnt model in 1, 4 and 10 passes, with the settings of decoding for so many."""
+    spec, learnt, tokenizer, task = learn(kind, learn_from, directory)
+    reached = {}
+    for passes in (1, 4, 10):
+        model = dataclasses.replace(spec.model, decoding=decoding(passes)).build(tokenizer.vocab_size).eval()
+        model.load_state_dict(learnt.state_dict())
+        reached[passes] = error_rate(model, tokenizer, task)
+        print(f"{kind}, {passes} passes: phoneme error rate {reached[passes]:.3f}")
+    return reached
 
 
 def test_refinement_learns_to_pronounce_and_further_passes_mend_what_the_first_said(dictionary, tmp_path: Path):
-    spec, learnt, tokenizer, task = learn("refinement", dictionary, tmp_path / "run")
-    reached = {}
-    for passes in (1, 4, 10):
-        decoding = RefinementDecoding(iterations=passes, adaptive=False)
-        model = dataclasses.replace(spec.model, decoding=decoding).build(tokenizer.vocab_size).eval()
-        model.load_state_dict(learnt.state_dict())
-        reached[passes] = error_rate(model, tokenizer, task)
-        print(f"refinement, {passes} passes: phoneme error rate {reached[passes]:.3f}")
+    settings = lambda passes: RefinementDecoding(iterations=passes, adaptive=False)  # noqa: E731
+    reached = by_passes("refinement", dictionary, tmp_path / "run", settings)
     assert reached[4] <= reached[1] - 0.002  # measured: 0.006 better
     assert reached[10] <= reached[4] + 0.002  # measured: 0.002 better
     assert reached[10] <= 0.32
+
+
+def test_mask_predict_learns_to_pronounce_and_says_it_better_in_more_passes(dictionary, tmp_path: Path):
+    settings = lambda passes: MaskedSpec(iterations=passes)  # noqa: E731
+    reached = by_passes("mask_predict", dictionary, tmp_path / "run", settings)
+    assert reached[4] <= reached[1] - 0.008  # measured: 0.021 better
+    assert reached[10] <= reached[4] + 0.002  # measured: 0.005 better
+    assert reached[10] <= 0.34
