@@ -34,9 +34,10 @@ ATTENTION = {
 }
 SOURCES = [[10, 11, 12], [13], [14, 15, 14, 15, 16, 17, 18, 19, 20], [21, 21], [22, 23, 24, 25, 26]]
 PAIRS = list(zip(SOURCES, [[30, 31], [32], [33, 33, 34, 35], [36, 37], [38]], strict=True))
+LABELS = [[1, 0, 1, 0], [1, 0], [1, 0, 0, 2, 0, 0, 0, 1, 0, 0], [1, 1, 0], [0, 0, 0, 0, 1, 0]]
 each = pytest.mark.parametrize(
     ("kind", "attention"),
-    [(kind, name) for kind in ("autoregressive", "ctc", "refinement", "mask_predict") for name in ATTENTION],
+    [(kind, name) for kind in ("autoregressive", "ctc", "refinement", "mask_predict", "nat") for name in ATTENTION],
 )
 
 
@@ -89,7 +90,7 @@ def test_a_sentence_decodes_alone_as_in_any_batch_and_padding(kind: str, attenti
 
 @each
 def test_it_learns_a_few_pairs_by_heart_with_every_weight(kind: str, attention: str, tmp_path: Path):
-    model, batch = build(configuration(tmp_path, kind, attention), 60).train(), pair_batch(PAIRS)
+    model, batch = build(configuration(tmp_path, kind, attention), 60).train(), pair_batch(PAIRS, LABELS)
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for _ in range(15):
         terms = model.loss(batch, torch.Generator().manual_seed(0)).values()

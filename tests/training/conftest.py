@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hasten import spec as specs
+from hasten.data.alignment import write_fertilities
 from hasten.data.corpus import Corpus, Pair, write_corpus
 from hasten.training import prepare
 
@@ -29,7 +30,17 @@ def letters(corpus: Corpus):
 
 
 @pytest.fixture(scope="session")
-def run_spec(corpus: Corpus):
+def labels(corpus: Corpus, letters, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of fertilities: the targets spread evenly over the sources."""
+    path = tmp_path_factory.mktemp("labels") / "train.fertilities"
+    sides = ([len(letters.encode(line)) for line in side] for side in corpus.pairs("train"))
+    even = ([n // m + (i < n % m) for i in range(m)] for m, n in zip(*sides, strict=True))
+    write_fertilities(path, ([*fertilities, 0] for fertilities in even))
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_spec(corpus: Corpus, labels: Path):
     """A run of nine steps; keywords change [training], `model` changes [model]."""
 
     def make(kind: str = "autoregressive", model: dict | None = None, **training):
@@ -38,7 +49,7 @@ def run_spec(corpus: Corpus):
                    "precision": "float32", "save_every": 3, "average": 2, **training}  # fmt: skip
         depth = "refiner_layers" if kind == "ctc" else "decoder_layers"
         table = {
-            "data": {"path": str(corpus.directory)},
+            "data": {"path": str(corpus.directory), **({"fertilities": str(labels)} if kind == "nat" else {})},
             "tokenizer": {"vocab_size": 275},
             "model": {"kind": kind, depth: 1, **shape},
             "training": options,

@@ -1,13 +1,12 @@
 """Runs that learn from a teacher's judgement."""
 
-import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hasten.data.alignment import write_fertilities
 from hasten.errors import UserError
 from hasten.models.nat import NAT
 from hasten.training import checkpoint, prepare
@@ -25,18 +24,8 @@ def teacher(run_spec, task, letters, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def nat_spec(run_spec, corpus, letters, tmp_path_factory: pytest.TempPathFactory):
-    """A run of a NAT whose labels are one target a source."""
-    labels = tmp_path_factory.mktemp("labels") / "train.fertilities"
-    source, target = corpus.pairs("train")
-    lengths = [(len(letters.encode(s)), len(letters.encode(t))) for s, t in zip(source, target, strict=True)]
-    write_fertilities(labels, ([n // m + (i < n % m) for i in range(m)] + [0] for m, n in lengths))
-
-    def make(model: dict | None = None, **training):
-        spec = run_spec("nat", model, **training)
-        return dataclasses.replace(spec, data=dataclasses.replace(spec.data, fertilities=str(labels)))
-
-    return make
+def nat_spec(run_spec):
+    return functools.partial(run_spec, "nat")
 
 
 def tuned(teacher: Path, **settings) -> dict:

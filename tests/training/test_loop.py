@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hasten.data.batch import endless_batches, pair_batch
+from hasten.data.batch import endless_batches
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.models import Autoregressive
@@ -18,7 +18,7 @@ from hasten.nn.loss import LossTerm
 from hasten.training import checkpoint, loop
 from hasten.training.loop import Interrupted, Task, train
 
-KINDS = ("autoregressive", "ctc", "refinement", "mask_predict")
+KINDS = ("autoregressive", "ctc", "refinement", "mask_predict", "nat")
 DRAWS_NOTHING = {"ctc": {"glancing_start": 0.0}, "refinement": {"denoise": 0.0}}
 TIMES = ("seconds", "tokens_per_second")
 
@@ -182,7 +182,7 @@ def gradient_by_definition(spec, letters: Tokenizer, task: Task, step_batches: i
     batches = endless_batches(task.pairs, spec.training.batch_tokens, spec.training.seed)
     gradients = []
     for _ in range(step_batches):
-        terms = model.loss(pair_batch([task.pairs[i] for i in next(batches)]), torch.Generator())
+        terms = model.loss(task.batch(next(batches)), torch.Generator())
         objective = sum(term.weight * term.sum / term.count for term in terms.values())
         found = torch.autograd.grad(objective, list(model.parameters()))
         gradients.append([gradient.double().numpy() for gradient in found])
