@@ -210,7 +210,8 @@ def widened(batch: Batch, columns: int) -> Batch:
 
     sides = ((batch.source, batch.source_mask), (batch.target, batch.target_mask))
     parts = [part for ids, mask in sides for part in (widen(ids, PAD), widen(mask, False))]
-    return Batch(*parts, None if batch.fertilities is None else widen(batch.fertilities, 0))
+    fertilities = None if batch.fertilities is None else widen(batch.fertilities, 0)
+    return dataclasses.replace(Batch(*parts), fertilities=fertilities)
 
 
 @pytest.mark.parametrize("columns", [1, 13])

@@ -44,6 +44,7 @@ class NATSpec(Spec):
     """A one-pass model: encode, copy each source token as often as its fertility says, decode."""
 
     needs_fertilities: ClassVar[bool] = True
+    """Its runs have labels (`data.fertilities`)."""
 
     kind: Literal["nat"] = "nat"
     """The model's name."""
