@@ -127,30 +127,41 @@ def test_quality_is_plain_data():
     assert set(quality(CLOSE, REFERENCES).as_dict()) == set(Quality.__dataclass_fields__)
 
 
-def bootstrap_by_hand(system: list[str], baseline: list[str], references: list[str], resamples: int) -> float:
-    """Koehn, 2004, as sacreBLEU reads it: scores of resampled test sets, each computed from its sentences anew."""
+def bootstrap_by_hand(
+    system: list[str], baseline: list[str], references: list[str], resamples: int
+) -> tuple[float, list[float]]:
+    """Koehn, 2004, as sacreBLEU reads it: scores of resampled test sets, each computed from its sentences anew.
+
+    The p value, and the differences in order.
+    """
     drawn = np.random.default_rng(SEED).choice(len(references), size=(resamples, len(references)), replace=True)
 
     def score(lines: list[str], rows) -> float:
         return BLEU().corpus_score([lines[i] for i in rows], [[references[i] for i in rows]]).score
 
-    differences = np.array([abs(score(system, rows) - score(baseline, rows)) for rows in drawn])
+    signed = [score(system, rows) - score(baseline, rows) for rows in drawn]
+    differences = np.abs(signed)
     everything = range(len(references))
     real = abs(score(system, everything) - score(baseline, everything))
-    return (np.sum(differences - differences.mean() > real) + 1) / (resamples + 1)
+    return (np.sum(differences - differences.mean() > real) + 1) / (resamples + 1), sorted(signed)
 
 
 def test_the_bootstrap_equals_scoring_every_resample_from_its_text():
     system, baseline = CLOSE * 4 + POOR, CLOSE * 2 + POOR * 3
     references = REFERENCES * 5
     found = paired_bootstrap(system, baseline, references, resamples=60)[0]
-    assert found.p_value == pytest.approx(bootstrap_by_hand(system, baseline, references, 60))
+    p_value, differences = bootstrap_by_hand(system, baseline, references, 60)
+    assert found.p_value == pytest.approx(p_value)
+    low, high = found.delta_interval
+    assert differences[1] <= low <= differences[2], "a fortieth of 60 is 1.5"
+    assert differences[-3] <= high <= differences[-2]
+    assert low < high
     assert found.delta == pytest.approx(quality(system, references).bleu - quality(baseline, references).bleu)
 
 
 def test_a_system_does_not_differ_from_itself():
     for difference in paired_bootstrap(CLOSE * 5, CLOSE * 5, REFERENCES * 5, resamples=50):
-        assert (difference.delta, difference.p_value) == (0, 1)
+        assert (difference.delta, difference.p_value, difference.delta_interval) == (0, 1, (0, 0))
 
 
 def test_a_clearly_better_system_is_better_beyond_chance():
@@ -161,6 +172,8 @@ def test_a_clearly_better_system_is_better_beyond_chance():
         assert up.delta == -down.delta > 0
         assert up.p_value == down.p_value < 0.01
         assert up.system_interval == down.baseline_interval
+        assert up.delta_interval == pytest.approx([-bound for bound in reversed(down.delta_interval)])
+        assert 0 < up.delta_interval[0] <= up.delta <= up.delta_interval[1]
         assert "|bs:1000|seed:12345|" in up.signature
 
 

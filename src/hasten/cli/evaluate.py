@@ -102,7 +102,8 @@ def evaluate(
     """Score a model: BLEU and chrF of detokenised text, length, repetition, and a test against a baseline.
 
     Length is words said per word of the reference; repetition the share of words that equal the word before them. With
-    --baseline, p is how often chance alone would show such a difference (paired bootstrap, 1000 samples).
+    --baseline, p is how often chance alone would show such a difference (paired bootstrap, 1000 samples), and 95% of
+    the resampled test sets have a difference in the range below it.
 
     Example: hasten evaluate --model en-de-ctc --baseline en-de-teacher --data data/en-de
     """
@@ -241,6 +242,8 @@ def _print(test_set: _TestSet, results: Sequence[_Result], differences: "Sequenc
         chances = (f"p={shown[name].p_value:.3f}" for name in ("BLEU", "chrF2"))
         table.add_section()
         table.add_row("difference", "", *deltas, "", "", "")
+        ranges = ("{:+.2f} to {:+.2f}".format(*shown[name].delta_interval) for name in ("BLEU", "chrF2"))
+        table.add_row("95% of resampled", "", *ranges, "", "", "")
         table.add_row("by chance", "", *chances, "", "", "")
     console.print(table)
     signatures = [results[0].quality.bleu_signature, results[0].quality.chrf_signature]

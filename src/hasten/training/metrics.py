@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest
@@ -40,7 +41,7 @@ class Difference:
     """A system against a baseline in one metric.
 
     delta: system minus baseline; p_value: how often chance alone gives as large a difference, in 0..1; the intervals
-    hold 95% of the resampled scores (centre, half width).
+    hold 95% of the resampled scores (centre, half width), delta_interval 95% of the resampled differences (low, high).
     """
 
     metric: str
@@ -48,6 +49,7 @@ class Difference:
     p_value: float
     system_interval: tuple[float, float]
     baseline_interval: tuple[float, float]
+    delta_interval: tuple[float, float]
     signature: str
 
     def as_dict(self) -> dict[str, float | str | tuple[float, float]]:
@@ -93,10 +95,33 @@ def paired_bootstrap(
     metrics = {"BLEU": BLEU(references=[list(references)]), "chrF": CHRF(references=[list(references)])}
     with _fixed_seed():
         signatures, scores = PairedTest(named, metrics, None, test_type="bs", n_samples=resamples)()
-    return [_difference(name, scores[name], str(signature)) for name, signature in signatures.items()]
+    intervals = (_interval(metric, system, baseline, resamples) for metric in metrics.values())
+    return [
+        _difference(name, scores[name], interval, str(signature))
+        for (name, signature), interval in zip(signatures.items(), intervals, strict=True)
+    ]
 
 
-def _difference(metric: str, results: Sequence[Any], signature: str) -> Difference:
+def _interval(
+    metric: BLEU | CHRF, system: Sequence[str], baseline: Sequence[str], resamples: int
+) -> tuple[float, float]:
+    """What 95% of the differences lie in when the lines are drawn anew; the draws are those of the test itself."""
+    n = len(system)
+    if not n:
+        return (0.0, 0.0)
+    drawn = np.random.default_rng(SEED).choice(n, size=(resamples, n), replace=True)
+    counts = np.stack([np.bincount(lines, minlength=n) for lines in drawn]).astype(np.float64)
+
+    def scores(lines: Sequence[str]) -> np.ndarray:
+        # The statistics of a text are the sums of those of its lines: no line is read again.
+        sums = counts @ np.array(metric._extract_corpus_statistics(list(lines), None), dtype=np.float64)
+        return np.array([metric._compute_score_from_stats(list(row)).score for row in sums])
+
+    low, high = np.percentile(scores(system) - scores(baseline), (2.5, 97.5))
+    return (float(low), float(high))
+
+
+def _difference(metric: str, results: Sequence[Any], interval: tuple[float, float], signature: str) -> Difference:
     """From sacreBLEU's results of baseline and system, in this order."""
     baseline, system = results
     delta = float(system.score - baseline.score)
@@ -107,6 +132,7 @@ def _difference(metric: str, results: Sequence[Any], signature: str) -> Differen
         float(system.p_value) if delta else 1.0,
         (float(system.mean), float(system.ci)),
         (float(baseline.mean), float(baseline.ci)),
+        interval,
         signature,
     )
 
