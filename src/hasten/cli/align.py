@@ -4,6 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -38,6 +39,9 @@ def align(
         Path | None, typer.Option(help="Targets by `hasten distill`, in place of those of --data.", show_default=False)
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Leave out pairs with a side of more pieces.")] = 250,
+    layer: Annotated[
+        int | None, typer.Option(min=1, help="With attention: the decoder layer to read; the last.", show_default=False)
+    ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="With attention: padded pieces of a batch; 4096.", show_default=False)
     ] = None,
@@ -62,8 +66,9 @@ def align(
     from hasten.data.corpus import Corpus
 
     check_distinct(read={"--distilled": distilled}, written={"--out": out})
-    if method == "eflomal" and (batch_tokens, device) != (None, None):
-        raise UserError(f"{'--device' if batch_tokens is None else '--batch-tokens'} goes with --method attention")
+    for option, value in {"--layer": layer, "--batch-tokens": batch_tokens, "--device": device}.items():
+        if method != "attention" and value is not None:
+            raise UserError(f"{option} goes with --method attention")
     if out.exists() and not force:
         raise UserError(f"{out} exists; give another --out, or --force to replace it")
     corpus = Corpus.open(data)
@@ -71,7 +76,8 @@ def align(
     if method == "eflomal":
         labels = _by_eflomal(corpus, model, distilled, max_tokens, threads)
     else:
-        labels = _by_attention(corpus, model, distilled, max_tokens, batch_tokens or 4096, device or "cpu", threads)
+        teacher = _Teacher(model, layer, batch_tokens or 4096, device or "cpu", threads)
+        labels = _by_attention(corpus, teacher, distilled, max_tokens)
     write_fertilities(out, counted.passing(labels))
     counted.print(out, time.monotonic() - began)
 
@@ -110,35 +116,45 @@ def _by_eflomal(corpus: "Corpus", model: str, distilled: Path | None, longest: i
     tokenizer = Tokenizer.load(resolve(model) / TOKENIZER)
     encoded = list(_encode(tokenizer, zip(*_sides(corpus, distilled), strict=True), longest))
     typer.echo(f"eflomal aligns {sum(not reason for _, reason in encoded):,} pairs", err=True)
+    # From the first links on it is a matter of seconds; the waiting is before them.
     links = eflomal.align([pair for pair, _ in encoded], threads or usable_cpus())
     for ((source, target), reason), (forward, backward) in _shown(zip(encoded, links, strict=True), len(encoded)):
         label = fertilities_of_links(forward, backward, len(source) + 1, len(target))
         yield label, reason or ("" if label else "no alignment found")
 
 
-def _by_attention(
-    corpus: "Corpus", model: str, distilled: Path | None, longest: int, batch_tokens: int, device: str,
-    threads: int | None,
-) -> _Labels:  # fmt: skip
+@dataclass(frozen=True)
+class _Teacher:
+    """Whose attention is read, and how."""
+
+    name: str
+    layer: int | None
+    batch_tokens: int
+    device: str
+    threads: int | None
+
+
+def _by_attention(corpus: "Corpus", teacher: _Teacher, distilled: Path | None, longest: int) -> _Labels:
     import hasten
     from hasten.training.teacher_alignment import attention_fertilities, check_teacher
 
-    if threads is not None:
+    if teacher.threads is not None:
         import torch
 
-        torch.set_num_threads(threads)
-    translator = hasten.load(model, device=device)
-    check_teacher(translator.model, model)
-    longest = min(longest, translator.model.longest or longest)
+        torch.set_num_threads(teacher.threads)
+    translator = hasten.load(teacher.name, device=teacher.device)
+    model = check_teacher(translator.model, teacher.name, teacher.layer)
+    longest = min(longest, model.longest or longest)
     sources, targets = _sides(corpus, distilled)
 
     def chunks() -> _Labels:
         for start in range(0, len(sources), _CHUNK):
             lines = zip(sources[start : start + _CHUNK], targets[start : start + _CHUNK], strict=True)
             encoded = list(_encode(translator.tokenizer, lines, longest))
-            kept = iter(attention_fertilities(translator.model, [pair for pair, no in encoded if not no], batch_tokens))
+            kept = [pair for pair, reason in encoded if not reason]
+            labels = iter(attention_fertilities(model, kept, teacher.batch_tokens, teacher.layer))
             for _, reason in encoded:
-                label = [] if reason else next(kept)
+                label = [] if reason else next(labels)
                 yield label, reason or ("" if label else "nothing read")
 
     yield from _shown(chunks(), len(sources))
@@ -189,9 +205,11 @@ def _shown(items: Iterable[_Item], total: int) -> Iterator[_Item]:
         yield from track(items, "pairs", total, console=console, transient=True)
         return
     began = last = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        if (now := time.monotonic()) - last > _SECONDS_BETWEEN_LINES:
+    for done, item in enumerate(items):
+        if not done:  # what came before the first says nothing of those that follow
+            began = last = time.monotonic()
+        elif (now := time.monotonic()) - last > _SECONDS_BETWEEN_LINES:
             last, rate = now, done / (now - began)
             left = time.strftime("%H:%M:%S", time.gmtime((total - done) / rate))
             print(f"pair {done}/{total}  {rate:,.1f} pairs/s  {left} left", file=sys.stderr, flush=True)
+        yield item
