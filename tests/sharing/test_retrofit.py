@@ -11,13 +11,14 @@ from hasten.data.batch import pair_batch
 from hasten.models import GenerationModel
 from hasten.sharing.retrofit import best_order, reordered, retrofit
 
-BATCH = pair_batch([([10, 11, 12, 13], [20, 21, 22]), ([14], [23]), ([15, 16], [24, 25, 26, 27])])
+PAIRS = [([10, 11, 12, 13], [20, 21, 22]), ([14], [23]), ([15, 16], [24, 25, 26, 27])]
+BATCH = pair_batch(PAIRS, [[1, 0, 2, 0, 0], [1, 0], [2, 2, 0]])
 MAPS = {"encoder_sharing": (1, 1, 1), "decoder_sharing": (1, 1, 3), "cross_sharing": (1, 2, 1)}
 ALONE = {name: (1, 2, 3) for name in MAPS}
 
 
 def model(tiny_spec, kind: str = "autoregressive", **options) -> GenerationModel:
-    depth = "decoder_layers" if kind == "autoregressive" else "refiner_layers"
+    depth = "refiner_layers" if kind == "ctc" else "decoder_layers"
     built = tiny_spec(
         kind, encoder_layers=3, **{depth: 3, **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
     )
@@ -50,25 +51,35 @@ def test_sharing_nothing_changes_nothing(tiny_spec, shared):
     assert torch.equal(loss(new), loss(old))
 
 
-@pytest.mark.parametrize("kind", ["autoregressive", "ctc"])
+OTHERS = {
+    "ctc": {"encoder_sharing": (1, 1, 1), "refiner_sharing": (1, 1, 1)},
+    "nat": {**MAPS, "positional_sharing": (1, 2, 2), "shared_of_cross": "weights"},
+}
+
+
+@pytest.mark.parametrize("kind", ["autoregressive", "ctc", "mask_predict", "nat", "refinement"])
 def test_layers_that_read_alike_say_the_same_when_they_share(tiny_spec, kind):
-    maps = {name: value for name, value in MAPS.items() if kind == "autoregressive" or name == "encoder_sharing"}
-    maps |= {"shared_of_cross": "weights"} if kind == "autoregressive" else {"refiner_sharing": (1, 1, 1)}
+    maps = OTHERS.get(kind, {**MAPS, "shared_of_cross": "weights"})
     old, new = without_scores(model(tiny_spec, kind)), model(tiny_spec, kind, **maps)
     retrofit(old, new)
     torch.testing.assert_close(loss(new), loss(old))
     orders = {
-        (k, i, j): [2, 0, 3, 1] for k in ("encoder", "decoder", "cross", "refiner") for i in range(3) for j in range(3)
+        (k, i, j): [2, 0, 3, 1]
+        for k in ("encoder", "decoder", "positional", "cross", "refiner")
+        for i in range(3)
+        for j in range(3)
     }
     retrofit(old, new, orders)
     torch.testing.assert_close(loss(new), loss(old))
 
 
 @pytest.mark.parametrize("shared", ["weights", "context", "output"])
-def test_what_was_shared_is_what_each_layer_then_has(tiny_spec, shared):
-    together, alone = model(tiny_spec, **MAPS, shared_of_cross=shared), model(tiny_spec)
+@pytest.mark.parametrize("kind", ["autoregressive", "mask_predict", "nat", "refinement"])
+def test_what_was_shared_is_what_each_layer_then_has(tiny_spec, kind, shared):
+    maps = {**OTHERS.get(kind, MAPS), "shared_of_cross": shared}
+    together, alone = model(tiny_spec, kind, **maps), model(tiny_spec, kind)
     retrofit(together, alone)
-    again = model(tiny_spec, **MAPS, shared_of_cross=shared)
+    again = model(tiny_spec, kind, **maps)
     nn.init.zeros_(again.embedding.weight)
     retrofit(alone, again)
     assert torch.equal(loss(again), loss(together))

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hasten.errors import UserError
-from hasten.models import Autoregressive, GenerationModel
-from hasten.models.ctc import CTC
+from hasten.models import CTC, NAT, Autoregressive, GenerationModel, MaskPredict, Refinement
 from hasten.nn.sharing import Shared, SourceMap
 
 Weights = dict[str, Tensor]
@@ -41,30 +41,36 @@ class Site:
 def sites(model: GenerationModel) -> list[Site]:
     """The kinds of attention of a model; `UserError` for a model of another kind."""
     own = ("self_attention", "self_norm")
-    if isinstance(model, Autoregressive):
-        plan, cross = model.decoder.plan, model.decoder.cross_plan
-        names = ("decoder", "cross_attention", "cross_norm")
-        return [
-            Site("encoder", "encoder", *own, model.encoder.plan, "weights"),
-            Site("decoder", "decoder", *own, plan, "weights"),
-            Site("cross", *names, cross, model.spec.shared_of_cross),
-        ]
     if isinstance(model, CTC):
-        return [
-            Site("encoder", "encoder", *own, model.encoder.plan, "weights"),
-            Site("refiner", "refiner", *own, model.refiner.plan, "weights"),
-        ]
-    raise UserError(f"{type(model).__name__} has no layers that could share attention")
+        refiner = Site("refiner", "refiner", *own, model.refiner.plan, "weights")
+        return [Site("encoder", "encoder", *own, model.encoder.plan, "weights"), refiner]
+    if isinstance(model, Refinement):
+        names = [f"decoders.{number}" for number in range(len(model.decoders))]
+        decoders: list[tuple[str, Any]] = list(zip(names, model.decoders, strict=True))
+    elif isinstance(model, Autoregressive | MaskPredict | NAT):
+        decoders = [("decoder", model.decoder)]
+    else:
+        raise UserError(f"{type(model).__name__} has no layers that could share attention")
+    found = [Site("encoder", "encoder", *own, model.encoder.plan, "weights")]
+    for prefix, decoder in decoders:
+        found.append(Site("decoder", prefix, *own, decoder.plan, "weights"))
+        if isinstance(model, NAT):
+            names = ("positional_attention", "positional_norm")
+            found.append(Site("positional", prefix, *names, model.decoder.positional_plan, "weights"))
+        names = ("cross_attention", "cross_norm")
+        found.append(Site("cross", prefix, *names, decoder.cross_plan, model.spec.shared_of_cross))
+    return found
 
 
 def retrofit(old: GenerationModel, new: GenerationModel, matching: Matching | None = None) -> None:
     """Give `new`, which differs from `old` in nothing but who shares attention, the weights of `old`.
 
     A layer that computes its own again after having shared takes what it used. With `matching` the heads of followers
-    are put in the order of their leader's, by permuting their values' rows and their output projection's columns.
+    are put in the order of their leader's, by permuting their values' rows and their output projection's columns. Where
+    two decoders share alike (refinement), both are put in the order that was found in the second.
     """
     weights = dict(old.state_dict())
-    assert isinstance(old, Autoregressive | CTC)
+    assert isinstance(old, Autoregressive | CTC | MaskPredict | NAT | Refinement)
     n_heads, d_model = old.spec.n_heads, old.spec.d_model
     for before, after in zip(sites(old), sites(new), strict=True):
         layers = range(len(before.plan.sources))
@@ -89,7 +95,7 @@ def _taken(weights: Weights, site: Site, layer: int, d_model: int) -> Weights:
     """The weights that a layer's attention uses, its own and its leader's: as if it shared nothing."""
     source, own, leader = site.plan.sources[layer], site.name(layer), site.name(site.plan.sources[layer])
     found = {name.removeprefix(leader): x for name, x in weights.items() if name.startswith(leader)}
-    norm = site.norm_name(layer if site.attention == "self_attention" else source)
+    norm = site.norm_name(source if site.attention == "cross_attention" else layer)
     found |= {f"norm.{name.removeprefix(norm)}": x for name, x in weights.items() if name.startswith(norm)}
     if source != layer:
         mine = {name.removeprefix(own): x for name, x in weights.items() if name.startswith(own)}
@@ -107,7 +113,7 @@ def _drop(weights: Weights, site: Site, layer: int) -> None:
 
 
 def _put(weights: Weights, site: Site, layer: int, own: Weights) -> None:
-    reads = site.attention == "self_attention" or not site.plan.follows(layer)
+    reads = site.attention != "cross_attention" or not site.plan.follows(layer)
     for name, x in own.items():
         if not name.startswith("norm."):
             weights[site.name(layer) + name] = x
