@@ -33,6 +33,7 @@ POLICIES = {
     "self {6}": {"decoder_sharing": SIX},
     "cross {6}, output": {"cross_sharing": SIX},
     "self {6}, cross {1,5}, output": {"decoder_sharing": SIX, "cross_sharing": (1, 2, 2, 2, 2, 2)},
+    "self {6}, cross {1,4,1}, output": {"decoder_sharing": SIX, "cross_sharing": (1, 2, 2, 2, 2, 6)},
     "self {6}, cross {6}, output": {"decoder_sharing": SIX, "cross_sharing": SIX},
     "self {6}, cross {6}, context": {"decoder_sharing": SIX, "cross_sharing": SIX, "shared_of_cross": "context"},
     "average attention (AAN)": {"decoder_attention": (AverageSpec(),)},
