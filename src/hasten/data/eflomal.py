@@ -19,7 +19,7 @@ _LONGEST = 1023
 def require() -> Any:
     """The package; `MissingExtra` where it is not installed."""
     try:
-        import eflomal
+        import eflomal  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtra("eflomal", "align") from error
     return eflomal
