@@ -64,6 +64,18 @@ def test_bench_writes_rows_table_and_picture(model, data, tmp_path, monkeypatch,
     assert "| tiny:beam=2 | 1 |" in (tmp_path / "bench" / "decode.md").read_text()
 
 
+def test_a_model_that_the_peer_cannot_hold_runs_without_it(data, tmp_path, tokenizer, tiny_spec, monkeypatch, capsys):
+    spec = tiny_spec("autoregressive", decoder_layers=2, decoder_sharing=[1, 1])
+    write_run(tmp_path / "shared", spec, tokenizer)
+    weights = spec.model.build(tokenizer.vocab_size).state_dict()
+    save_weights(tmp_path / "shared" / WEIGHTS, weights, tokenizer)
+    options = ("--data", str(data), "--sentences", "2", "--repeats", "1", "--threads", "1")
+    code, out, err = call(monkeypatch, capsys, "--models", str(tmp_path / "shared"), *options)
+    assert code == 0, err
+    assert [line.split("\t")[0] for line in out.splitlines()[1:]] == ["shared"]
+    assert f"no CTranslate2 rows of {tmp_path / 'shared'}: cannot export decoder_sharing" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

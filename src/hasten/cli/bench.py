@@ -146,6 +146,11 @@ def _export_peers(contestants: "list[Contestant]", peers: bool, exports: Path) -
     found = list(contestants)
     for model, translator in loaded.items():
         if peers and isinstance(translator.model, Autoregressive):
+            try:
+                check_exportable(translator.model)
+            except UserError as error:
+                typer.echo(f"no CTranslate2 rows of {model}: {error}", err=True)
+                continue
             added = [Contestant(model, "ctranslate2", compute) for compute in ("float32", "int8")]
             found += [entry for entry in added if entry.label not in [other.label for other in found]]
     ready = []
