@@ -5,7 +5,7 @@ export PYTHON
 .PHONY: help demo test check docs lock clean venv
 
 help:
-	@echo "make demo    set up .venv and translate some sentences with the two models that ship with hasten"
+	@echo "make demo    set up .venv and translate some sentences with two of the models that ship with hasten"
 	@echo "make test    the whole test suite (ARGS='-k name' selects)"
 	@echo "make check   lint, format, types, strict documentation build"
 	@echo "make docs    serve the documentation on this machine"

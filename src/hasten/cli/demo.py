@@ -1,4 +1,4 @@
-"""hasten demo: the two bundled models side by side."""
+"""hasten demo: the teacher and its one-pass student side by side."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ SENTENCES = (
 
 
 def demo() -> None:
-    """Translate some English sentences to German with the two models that ship with hasten.
+    """Translate some English sentences to German with two of the models that ship with hasten.
 
     Example: hasten demo
     """
