@@ -1,6 +1,7 @@
 """What a user of `hasten share` sees."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -216,6 +217,10 @@ def test_a_threshold_for_a_kind_that_is_not_there_is_refused(measured, monkeypat
         (lambda text: text.replace("0.3", "NaN"), "similarity nan of two layers"),
         (lambda text: text.replace("1.0", "0.9"), "a layer has similarity 0.9 with itself"),
         (lambda text: json.dumps({**json.loads(text), "kinds": {}}), "it has no kinds of attention"),
+        (lambda text: text.replace("0.3", "1" + "0" * 400), "int too large to convert to float"),
+        (lambda text: text.replace('"sentences": 4', '"sentences": Infinity'), "cannot convert float infinity"),
+        (lambda text: text.replace(" 8", " Infinity"), "cannot convert float infinity"),
+        (lambda text: text.replace('"cross"', '"a b; c"'), "'a b; c' is no kind of attention"),
     ],
 )
 def test_a_damaged_measurement_is_one_line(measured, monkeypatch, capsys, change, said: str):
@@ -223,6 +228,18 @@ def test_a_damaged_measurement_is_one_line(measured, monkeypatch, capsys, change
     file.write_text(change(file.read_text(encoding="utf-8")), encoding="utf-8")
     assert hasten(monkeypatch, "policy", measured, "--theta", 0.5) == 2
     check_one_line(capsys, said)
+
+
+def test_a_pipe_is_no_measurement_and_nobody_waits_for_it(monkeypatch, capsys, tmp_path: Path):
+    os.mkfifo(tmp_path / "similarity.json")
+    assert hasten(monkeypatch, "policy", tmp_path, "--theta", 0.5) == 2
+    check_one_line(capsys, "it is no regular file")
+
+
+def test_what_cannot_be_measured_leaves_no_directory(corpus, monkeypatch, capsys):
+    options = ("--model", "en-de-ctc", "--data", corpus, "--split", "long", "--out", "out")
+    assert hasten(monkeypatch, "analyse", *options) == 2
+    assert not Path("out").exists()
 
 
 def check_one_line(capsys, said: str) -> None:

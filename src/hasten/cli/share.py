@@ -61,8 +61,8 @@ def analyse(
 
         torch.set_num_threads(threads)
     translator = hasten.load(model, device=device)
-    create(out)
     pairs = sample(translator, sources, targets, sentences, f"{data} {split}")
+    create(out)
     typer.echo(f"{model}: reading {len(pairs):,} sentences", err=True)
     kinds = measure(translator.model, in_batches(pairs, batch_tokens))
     record = Record(kinds, model, str(data), split, len(pairs), _versions())

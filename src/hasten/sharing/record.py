@@ -58,6 +58,8 @@ def read(directory: Path) -> Record:
     """The record of a directory; `UserError` where it is missing or damaged."""
     path = directory / NAME
     again = "measure again with hasten share analyse"
+    if path.exists() and not path.is_file():  # a pipe would keep its reader waiting
+        raise UserError(f"{path}: it is no regular file; {again}")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -70,9 +72,11 @@ def read(directory: Path) -> Record:
         kinds = {str(name): _similarity(own) for name, own in table["kinds"].items()}
         facts = {name: str(table[name]) for name in ("model", "data", "split")}
         record = Record(kinds, **facts, sentences=int(table["sentences"]), versions=dict(table["versions"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path}: {reason}; {again}") from None
+    if odd := [name for name in record.kinds if not name.isidentifier()]:
+        raise UserError(f"{path}: {odd[0]!r} is no kind of attention; {again}")
     if not record.kinds:
         raise UserError(f"{path}: it has no kinds of attention; {again}")
     return record
