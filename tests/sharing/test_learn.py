@@ -13,6 +13,7 @@ from hasten import spec as specs
 from hasten.data.corpus import Corpus, Pair, write_corpus
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
+from hasten.models import GenerationModel
 from hasten.nn.sharing import SourceMap
 from hasten.sharing import learn, sweep
 from hasten.sharing.divergence import Similarity
@@ -462,6 +463,60 @@ def test_a_mistake_found_while_measuring_leaves_nothing_behind(again):
     assert not Path("out").exists()
 
 
+# Layers with mechanisms of their own
+
+
+DIFFERENT = [{"kind": "full"}, {"kind": "lsh", "chunk": 2, "strict": True}, {"kind": "synthesizer", "max_length": 300}]
+
+
+def differing(spec: specs.RunSpec, letters: Tokenizer, **options) -> tuple[specs.RunSpec, GenerationModel]:
+    """Three decoder layers of three mechanisms, which have weights of other shapes; the run and its model."""
+    tables = json.loads(json.dumps(dataclasses.asdict(spec)))
+    tables["model"] |= {"decoder_attention": DIFFERENT, **options}
+    own = specs.parse(tables, "test")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return own, own.model.build(letters.vocab_size).eval()
+
+
+def test_a_layer_that_follows_no_more_has_the_mechanism_that_it_used(spec, letters, batches):
+    shared_spec, together = differing(spec, letters, decoder_sharing=[1, 2, 1])
+    own = with_maps(shared_spec, {"decoder": SourceMap((0, 1, 2))})
+    assert [layer.kind for layer in own.model.decoder_attention] == ["full", "lsh", "full"]
+    alone = shared_model(together, own, letters.vocab_size)
+    first, last = (alone.decoder.layers[i].self_attention.in_proj_weight for i in (0, 2))
+    assert torch.equal(first[:32], last[:32])
+    again = shared_model(alone, with_maps(own, {"decoder": SourceMap((0, 1, 0))}), letters.vocab_size)
+    assert torch.equal(together.log_probs(batches[0])[0], again.log_probs(batches[0])[0])
+
+
+@pytest.mark.parametrize("kind", ["average", "synthesizer"])
+def test_followers_of_a_layer_without_queries_keep_what_they_have(spec, letters, batches, kind):
+    attention = [{"kind": kind, **({"max_length": 300} if kind == "synthesizer" else {})}] + [{"kind": "full"}] * 2
+    own, together = differing(spec, letters, decoder_attention=attention, decoder_sharing=[1, 1, 3])
+    again = shared_model(together, with_maps(own, {"cross": SourceMap((0, 1, 2))}, "weights"), letters.vocab_size)
+    assert torch.equal(together.log_probs(batches[0])[0], again.log_probs(batches[0])[0])
+
+
+def test_layers_of_other_mechanisms_come_together_and_part_again(
+    random_spec, letters, corpus, batches, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(learn, "measure", alternating)
+    own, start = differing(random_spec, letters)
+    original = Original(own, start, letters, batches)
+    policy, run = Policy(thetas={"decoder": 0.5}), trainer(own, corpus, letters, [])
+    found = learn.learn(original, policy, tmp_path, run, round_steps=1, most_rounds=2)
+    assert [row["maps"]["decoder"] for row in rows(tmp_path)] == [[1, 1, 1], [1, 2, 3]]
+    assert [layer.kind for layer in checkpoint.read_run(found)[0].model.decoder_attention] == ["full"] * 3
+
+
+def test_values_have_nowhere_to_go_when_the_leader_takes_none(spec, letters):
+    attention = [{"kind": "average"}, {"kind": "full"}, {"kind": "full"}]
+    own, together = differing(spec, letters, decoder_attention=attention, decoder_sharing=[1, 1, 3])
+    with pytest.raises(UserError, match="decoder, layer 2 must go on to follow: the attention of layer 1"):
+        shared_model(together, with_maps(own, {"decoder": SourceMap((0, 1, 2))}), letters.vocab_size)
+
+
 # Sweeps
 
 
@@ -490,6 +545,15 @@ def test_each_different_policy_of_a_sweep_becomes_a_model_once(original, tmp_pat
     with pytest.raises(UserError, match="no threshold makes any layers share"):
         swept(original, [2.0], tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_policy_that_cannot_be_built_is_told_before_another_is_trained(spec, letters, batches, tmp_path, monkeypatch):
+    similarities = {"encoder": alike(2, 0), "decoder": alike(3, 0.4), "cross": alike(3, 0.9)}
+    monkeypatch.setattr(sweep, "measure", lambda *of: similarities)
+    own, model = differing(spec, letters, decoder_attention=[{"kind": "average"}] * 3)
+    with pytest.raises(UserError, match="decoder, layer 2 cannot follow"):
+        swept(Original(own, model, letters, batches), [0.8, 0.3], tmp_path / "out", pytest.fail, steps=3)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_sweep_that_is_stopped_at_every_point_comes_to_the_same_models(

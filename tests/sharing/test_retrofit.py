@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.data.batch import pair_batch
+from hasten.errors import UserError
 from hasten.models import GenerationModel
 from hasten.sharing.retrofit import best_order, reordered, retrofit
 
@@ -120,6 +121,11 @@ def test_the_best_order_is_the_best_of_all(n):
         orders = itertools.permutations(range(n))
         least = min(orders, key=lambda p, costs=costs: sum(float(costs[h, p[h]]) for h in range(n)))
         assert best_order(costs) == list(least)
+
+
+def test_more_heads_than_can_be_matched_are_told_with_the_way_out():
+    with pytest.raises(UserError, match="16 a layer at most, here are 17; give --no-match-heads"):
+        best_order(torch.zeros(17, 17))
 
 
 def test_other_settings_may_not_differ(tiny_spec):

@@ -1,5 +1,6 @@
 """What takes part in a comparison of decoders, and how it is written on the command line."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hasten.errors import UserError
@@ -76,5 +77,10 @@ def parse_all(text: str) -> list[Contestant]:
     for entry in found:
         if found.count(entry) > 1:
             raise UserError(f"--models: {entry.label} stands there more than once")
-    labels = [entry.label for entry in found]
-    return [replace(entry, full_name=labels.count(entry.label) > 1) for entry in found]
+    return told_apart(found)
+
+
+def told_apart(entries: Sequence[Contestant]) -> list[Contestant]:
+    """The same, with their full names where their labels would be alike."""
+    labels = [entry.label for entry in entries]
+    return [replace(entry, full_name=labels.count(entry.label) > 1) for entry in entries]

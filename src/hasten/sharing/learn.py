@@ -79,14 +79,28 @@ def maps_of(model: GenerationModel) -> Maps:
 
 
 def with_maps(spec: RunSpec, maps: Mapping[str, SourceMap], shared_of_cross: Shared = "output") -> RunSpec:
-    """The run whose model shares so; maps where every layer computes its own are left out."""
+    """The run whose model shares so; maps where every layer computes its own are left out.
+
+    A layer that no longer follows has the mechanism of the one that it followed, whose weights it takes.
+    """
     changes: dict[str, Any] = {}
     for kind, plan in maps.items():
         alone = all(plan.leads(layer) is plan.follows(layer) for layer in range(len(plan.sources)))
         changes[f"{kind}_sharing"] = () if alone else plan.numbers
+        changes |= _mechanisms(spec.model, kind, plan)
     if "cross" in maps:
         changes["shared_of_cross"] = shared_of_cross
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **changes))
+
+
+def _mechanisms(model: Any, kind: str, plan: SourceMap) -> dict[str, Any]:
+    """The specs of layers that have one each."""
+    name = f"{kind}_attention"
+    own = getattr(model, name, ())
+    if len(own) < 2:
+        return {}
+    before = SourceMap.of(getattr(model, f"{kind}_sharing"), len(own), kind).sources
+    return {name: tuple(own[i if plan.follows(i) else before[i]] for i in range(len(own)))}
 
 
 def match_heads(model: GenerationModel, maps: Mapping[str, SourceMap], batches: Sequence[Batch]) -> Matching:
@@ -206,8 +220,9 @@ class _Search:
 
     def finish(self, rounds: Sequence[Round]) -> Path:
         """The last policy's model, trained for all steps."""
-        spec = with_maps(self.original.spec, rounds[-1].plans, self.policy.shared_of_cross)
-        write_model(self.directory / START, spec, self.original.tokenizer, self._latest(rounds))
+        model = self._latest(rounds)
+        spec = with_maps(self._run_of(model), rounds[-1].plans, self.policy.shared_of_cross)
+        write_model(self.directory / START, spec, self.original.tokenizer, model)
         return train_from(self.directory, spec, spec.training.steps, self.original.tokenizer, self.train, self.note)
 
     def _latest(self, rounds: Sequence[Round]) -> GenerationModel:
@@ -217,8 +232,14 @@ class _Search:
             return self.original.model.eval()
         return checkpoint.read_run(self.directory / f"round-{trained[-1]}" / MODEL)[2]
 
+    def _run_of(self, model: GenerationModel) -> RunSpec:
+        """The original run with the attention that `model` has, which earlier rounds may have changed."""
+        names = {name for kind in maps_of(model) for name in (f"{kind}_attention", f"{kind}_sharing")}
+        own = {name: value for name, value in vars(model.spec).items() if name in names}
+        return dataclasses.replace(self.original.spec, model=dataclasses.replace(self.original.spec.model, **own))
+
     def _trained(self, here: Path, model: GenerationModel, maps: Maps, orders: Matching | None) -> Path:
-        spec, tokenizer = with_maps(self.original.spec, maps, self.policy.shared_of_cross), self.original.tokenizer
+        spec, tokenizer = with_maps(self._run_of(model), maps, self.policy.shared_of_cross), self.original.tokenizer
         shared = shared_model(model, spec, tokenizer.vocab_size, orders)
         begin(self.directory, self.settings)  # now that no mistake of the user's has come to light
         write_model(here / START, spec, tokenizer, shared)
@@ -302,7 +323,10 @@ def settings_of(original: Original, policy: Policy, options: Mapping[str, Any]) 
         try:
             text += Path(data.distilled).read_bytes()
         except OSError as error:
-            raise UserError(f"cannot read data.distilled {data.distilled}: {error.strerror}") from error
+            raise UserError(
+                f"cannot read data.distilled {data.distilled}, of the model itself: {error.strerror}; name what "
+                "it is to learn from, as in data.distilled=PATH (the references will do: train.LANGUAGE of the data)"
+            ) from error
     named = {
         **options,
         **{name: getattr(policy, name) for name in ("form", "largest", "shared_of_cross")},

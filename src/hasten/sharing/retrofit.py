@@ -87,6 +87,11 @@ def retrofit(old: GenerationModel, new: GenerationModel, matching: Matching | No
                     )
                 order = (matching or {}).get((after.kind, after.plan.sources[layer], layer))
                 own = _REDUCED[after.shared](full if order is None else reordered(full, order, n_heads))
+            elif "out_proj.weight" in full and "out_proj.weight" not in whole[before.plan.sources[layer]]:
+                raise UserError(
+                    f"{after.kind}, layer {layer + 1} must go on to follow: the attention of layer "
+                    f"{before.plan.sources[layer] + 1}, which it uses, has no place for values, and it has some"
+                )
             _put(weights, after, layer, own)
     new.load_state_dict(weights)
 
@@ -102,7 +107,8 @@ def _taken(weights: Weights, site: Site, layer: int, d_model: int) -> Weights:
         found |= {name: x for name, x in mine.items() if name.startswith("out_proj")}
         for name in ("in_proj_weight", "in_proj_bias"):
             if name in mine:  # the values' rows
-                found[name] = torch.cat((found[name][:-d_model], mine[name]))
+                before = [found[name][:-d_model]] if name in found else []  # some mechanisms have no projections
+                found[name] = torch.cat((*before, mine[name]))
     return found
 
 
@@ -162,7 +168,7 @@ def best_order(costs: Float[Tensor, "H H"]) -> list[int]:
     """
     table, n = costs.tolist(), len(costs)
     if n > 16:
-        raise UserError(f"matching the heads of layers with {n} of them is not offered; 16 at most")
+        raise UserError(f"matching heads is offered for 16 a layer at most, here are {n}; give --no-match-heads")
 
     @cache
     def best(taken: int) -> tuple[float, tuple[int, ...]]:

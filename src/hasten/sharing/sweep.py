@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hasten.errors import UserError
+from hasten.models import GenerationModel
 from hasten.sharing.divergence import Similarity, measure
 from hasten.sharing.learn import (
     START,
@@ -26,6 +27,7 @@ from hasten.sharing.learn import (
     write_model,
 )
 from hasten.sharing.sample import spread
+from hasten.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,25 @@ def models(
     check_begun(directory, settings)
     policies = {theta: replace(policy, thetas=dict.fromkeys(kinds, theta)) for theta in thetas}
     chosen = _different(original, policies, measure(original.model.eval(), original.batches))
+    for maps in chosen.values():  # what cannot be built is told before anything is written or trained
+        _shared(original, policy, maps)
     begin(directory, settings)
     made: Made = []
     for theta, maps in chosen.items():
         note(f"theta {theta:g}: {described(maps)}")
-        spec, here = with_maps(original.spec, maps, policy.shared_of_cross), directory / f"theta-{_name(theta)}"
-        orders = match_heads(original.model, maps, original.batches) if match else None
-        model = shared_model(original.model, spec, original.tokenizer.vocab_size, orders)
+        here = directory / f"theta-{_name(theta)}"
+        spec, model = _shared(original, policy, maps, match=match)
         write_model(here if train is None else here / START, spec, original.tokenizer, model)
         if train is not None:
             here = train_from(here, spec, steps, original.tokenizer, train, note)
         made.append((theta, maps, here))
     return made
+
+
+def _shared(original: Original, policy: Policy, maps: Maps, *, match: bool = False) -> tuple[RunSpec, GenerationModel]:
+    spec = with_maps(original.spec, maps, policy.shared_of_cross)
+    orders = match_heads(original.model, maps, original.batches) if match else None
+    return spec, shared_model(original.model, spec, original.tokenizer.vocab_size, orders)
 
 
 def _different(
@@ -107,13 +116,13 @@ def timed(original: str, made: Made, data: Path, sentences: int, threads: int, r
     """All models and the original, timed side by side on held-out sentences."""
     import hasten
     from hasten.bench import decode
-    from hasten.bench.contestant import parse_all
+    from hasten.bench.contestant import Contestant, told_apart
     from hasten.data.corpus import Corpus
 
     pairs = spread(*Corpus.open(data).pairs("valid"), sentences)
     sources, references = (list(side) for side in zip(*pairs, strict=True))
     names = [original, *(str(path) for _, _, path in made)]
-    entries = parse_all(",".join(names))
+    entries = told_apart([Contestant(name) for name in names])
     ready = []
     for entry in entries:
         loaded = hasten.load(entry.model).model
