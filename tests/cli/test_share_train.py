@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hasten
+from hasten import spec as specs
 from hasten.cli import main
 from hasten.data.corpus import Pair, write_corpus
 from hasten.sharing import learn
@@ -121,7 +122,10 @@ def test_a_sweep_times_each_policy_and_names_the_front(place, monkeypatch, capsy
         ("sweep", ["--kinds", "sideways"], "a threshold for 'sideways'"),
         ("sweep", ["--thetas", "2"], "no threshold makes any layers share"),
         ("train", ["--theta", "0.5", "--data", "nowhere"], "nowhere"),
-        ("train", ["--theta", "nan"], "theta is nan"),
+        ("train", ["--theta", "nan"], "--theta: the theta is nan"),
+        ("train", ["--theta-cross", "inf"], "--theta-cross: the theta is inf"),
+        ("retrofit", ["--theta-encoder", "-inf"], "--theta-encoder: the theta is -inf"),
+        ("sweep", ["--thetas", "0.5,-inf"], "--thetas: '0.5,-inf'; write numbers"),
         ("train", ["--theta", "0.5", "--distillation", "2"], "--distillation"),
         (
             "train",
@@ -137,6 +141,72 @@ def test_a_mistake_is_one_line(place, monkeypatch, capsys, tmp_path, verb, argum
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert problem in error
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"), [("train", ("--theta", "-1")), ("sweep", ("--thetas", "-1", "--steps", "1"))]
+)
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (("--data", "untaught"), "no split 'train'"),
+        (("--data", "nothing"), "no training pairs are left after filtering"),
+        (("data.max_tokens=1",), "no training pairs are left after filtering"),
+        (("data.fertilities=gone",), "has no use for data.fertilities"),
+        (("data.distilled=gone",), "cannot read data.distilled gone"),
+        (("--model", "orphan"), "no model 'no/teacher here'"),
+        (("--model", "small", "data.max_tokens=500"), "takes at most 299 tokens of a sentence"),
+    ],
+)
+def test_what_keeps_a_run_from_beginning_is_told_before_anything_is_written(
+    place, unfit, monkeypatch, capsys, tmp_path, verb, options, more, problem
+):
+    out = tmp_path / "out"
+    given = [text for pair in (("--model", "teacher"), ("--data", "data")) if pair[0] not in more for text in pair]
+    assert share(monkeypatch, place, verb, *given, *options, "--out", out, *more) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert problem in error
+    assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def unfit(place: Path, words: list[str], tokenizer, tiny_spec) -> None:
+    """Corpora and models that `hasten share train` can do nothing with."""
+    pairs = [Pair(a, b, str(i)) for i, (a, b) in enumerate(zip(words[:9], words[9:18], strict=True))]
+    write_corpus(place / "untaught", ("en", "de"), {"valid": pairs}, {})
+    write_corpus(place / "nothing", ("en", "de"), {"train": [], "valid": pairs}, {})
+    taught = {"teacher": "no/teacher here", "share": 0.5}
+    few = [{"kind": "synthesizer", "max_length": 300}]
+    for name, options in (("orphan", {"distillation": taught}), ("small", {"decoder_attention": few})):
+        described = tiny_spec("autoregressive", decoder_layers=2, **options)
+        model = described.model.build(tokenizer.vocab_size)
+        checkpoint.write_run(place / name, described, tokenizer)
+        checkpoint.save_weights(place / name / checkpoint.WEIGHTS, model.state_dict(), tokenizer)
+
+
+def test_a_run_is_trained_on_wherever_its_tokenizer_and_first_weights_were_from(place, monkeypatch, capsys, tmp_path):
+    spec, tokenizer, model = checkpoint.read_run(place / "teacher")
+    found = specs.changed(spec, ["tokenizer.from_model=gone", "training.init_from=gone"], "test")
+    checkpoint.write_run(tmp_path / "moved", found, tokenizer)
+    checkpoint.save_weights(tmp_path / "moved" / checkpoint.WEIGHTS, model.state_dict(), tokenizer)
+    options = ("--model", tmp_path / "moved", "--data", "data", "--theta", "2", "--out", tmp_path / "out")
+    assert share(monkeypatch, place, "train", *options, "--round-steps", "1", *SETTINGS) == 0
+
+
+def test_a_sweep_is_written_wherever_it_is_to_be(place, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "a, b:beam=4"
+    options = ("--model", "teacher", "--data", "data", "--thetas", "-1", "--sentences", "2", "--repeats", "1")
+    assert share(monkeypatch, place, "sweep", *options, "--out", out) == 0
+    assert len((out / "sweep.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("verb", ["retrofit", "train", "sweep"])
+def test_a_file_is_no_place_for_models(place, monkeypatch, capsys, verb):
+    theta = ("--theta", "0.5") if verb != "sweep" else ()
+    options = ("--model", "teacher", "--data", "data", "--out", "data/valid.en")
+    assert share(monkeypatch, place, verb, *options, *theta) == 2
+    assert capsys.readouterr().err.strip() == "error: data/valid.en is no directory; choose another --out"
 
 
 @pytest.mark.parametrize("verb", ["retrofit", "train", "sweep"])

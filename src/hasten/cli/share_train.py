@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hasten.data.batch import Pair
     from hasten.sharing.learn import Original, Policy, Train
     from hasten.spec import RunSpec
+    from hasten.training.loop import Task
     from hasten.translator import Translator
 
 Model = Annotated[str, typer.Option(help="A bundled model, a run directory or a hub id.", show_default=False)]
@@ -134,7 +135,7 @@ def train(
             original,
             policy,
             out,
-            _trainer(translator),
+            _trainer(translator, original.spec),
             round_steps=round_steps,
             most_rounds=rounds,
             match=match_heads,
@@ -183,7 +184,7 @@ def sweep(
         taught = _taught(spec, model, distillation)
         original = _original(translator, _overridden(taught, data, overrides or []), data, sentences)
         policy = Policy(thetas={}, form=form, largest=largest, shared_of_cross=shared_of_cross)
-        trainer = _trainer(translator) if steps else None
+        trainer = _trainer(translator, original.spec) if steps else None
         made = sweeping.models(
             original, thresholds, names, policy, out, trainer, steps=steps, match=match_heads, note=_say
         )
@@ -205,6 +206,10 @@ def _given(theta: float | None, cross: float | None, encoder: float | None) -> d
     given = {name: value for name, value in named.items() if value is not None}
     if not given:
         raise UserError("no threshold: give --theta, --theta-cross or --theta-encoder, for example --theta 0.6")
+    for name, value in given.items():
+        if not math.isfinite(value):
+            option = "--theta" if name == "own" else f"--theta-{name}"
+            raise UserError(f"{option}: the theta is {value}; give a number, for example 0.6 (2: none share, -1: all)")
     return given
 
 
@@ -223,7 +228,7 @@ def _numbers(text: str) -> list[float]:
         numbers = {float(part) for part in text.split(",")}
     except ValueError:
         numbers = set()
-    if not numbers or any(map(math.isnan, numbers)):
+    if not numbers or not all(map(math.isfinite, numbers)):
         raise UserError(f"--thetas: {text!r}; write numbers, for example 0.8,0.6,0.5")
     return sorted(numbers, reverse=True)
 
@@ -240,7 +245,9 @@ def _claim(out: Path, resume: bool | None = None) -> None:
     from hasten.sharing.learn import BEGUN, HALF_BEGUN
 
     # A process that is killed as the very first thing is noted leaves nothing else.
-    if not out.exists() or (out.is_dir() and not any(path.name != HALF_BEGUN for path in out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is no directory; choose another --out")
+    if not out.exists() or not any(path.name != HALF_BEGUN for path in out.iterdir()):
         return
     begun = (out / BEGUN).exists()
     if resume and not begun:
@@ -335,31 +342,48 @@ def _overridden(spec: "RunSpec", data: Path, overrides: list[str]) -> "RunSpec":
     return specs.changed(own, overrides, "the model's settings with these overrides")
 
 
-def _trainer(translator: "Translator") -> "Train":
-    """Training as `hasten train` does it, on pairs that are encoded once."""
+def _trainer(translator: "Translator", spec: "RunSpec") -> "Train":
+    """Training as `hasten train` does it, of runs with this one's text, on pairs that are encoded once."""
     from hasten.cli.progress import TrainingProgress
-    from hasten.data.corpus import Corpus
-    from hasten.training import checkpoint, loop, prepare
+    from hasten.training import checkpoint, loop
     from hasten.training.card import write_card
 
-    tasks: dict[Any, Any] = {}
+    task = _task(translator, spec)
 
-    def train(spec: "RunSpec", directory: Path, resume: bool) -> None:
-        if spec.data not in tasks:
-            tasks[spec.data] = prepare.make_task(spec, Corpus.open(spec.data.path), translator.tokenizer)[0]
+    def train(own: "RunSpec", directory: Path, resume: bool) -> None:
         with checkpoint.held(directory), TrainingProgress(None) as progress:
             made = loop.train(
-                spec,
+                own,
                 directory,
                 translator.tokenizer,
-                tasks[spec.data],
+                task,
                 resume=resume,
                 observe=progress.observe,
                 announce=progress.announce,
                 stop=progress.stop_requested,
             )
-        write_card(directory, spec, sum(parameter.numel() for parameter in made.parameters()))
+        write_card(directory, own, sum(parameter.numel() for parameter in made.parameters()))
         if progress.stop_requested():  # too late for the loop to have stopped
             raise loop.Interrupted(f"stopped when {directory} was trained")
 
     return train
+
+
+def _task(translator: "Translator", spec: "RunSpec") -> "Task":
+    """What is learnt from; `UserError` for whatever would keep a run from beginning, before anything is written."""
+    from dataclasses import replace
+
+    import torch
+
+    from hasten.data.corpus import Corpus
+    from hasten.training import finetune, prepare
+
+    # Tokenizer and first weights are those of the model at hand, wherever it once had them from.
+    tokenizer = replace(spec.tokenizer, from_model=None)
+    prepare.check(replace(spec, tokenizer=tokenizer, training=replace(spec.training, init_from=None)))
+    with torch.device("meta"):
+        model = spec.model.build(translator.tokenizer.vocab_size)
+    finetune.give_teacher(model, spec, translator.tokenizer)
+    task = prepare.make_task(spec, Corpus.open(spec.data.path), translator.tokenizer)[0]
+    task.check()
+    return task

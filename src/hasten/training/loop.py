@@ -62,6 +62,13 @@ class Task:
         labels = None if self.fertilities is None else [self.fertilities[i] for i in indices]
         return pair_batch([self.pairs[i] for i in indices], labels)
 
+    def check(self) -> None:
+        """`UserError` where there is nothing to learn from."""
+        if not self.pairs:
+            raise UserError(
+                "no training pairs are left after filtering; see data.path, data.distilled and data.max_tokens"
+            )
+
     def fingerprint(self) -> str:
         """SHA-256 of the training pairs and labels: a run goes on only with what it began with."""
         digest = hashlib.sha256()
@@ -99,8 +106,7 @@ def train(
     Raises `UserError` where there is nothing to learn from, the loss stops being finite, the state to resume does not
     belong to `spec` and `task`, or the directory cannot be written; the last saved state stays.
     """
-    if not task.pairs:
-        raise UserError("no training pairs are left after filtering; see data.path, data.distilled and data.max_tokens")
+    task.check()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(spec.training.seed % _LARGEST_SEED)
         run = _Run(spec, directory, tokenizer, task, announce)
