@@ -1,20 +1,25 @@
 """Layers that share attention: what they compute, what they keep, and what they own."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hasten.attention import (
+    AverageSpec,
+    BigBirdSpec,
     EfficientSpec,
     FullSpec,
+    HeadsSpec,
     LinearSpec,
     LinformerSpec,
     LocalSpec,
     LongformerSpec,
     LSHSpec,
     NystromSpec,
+    PatternSpec,
     PerformerSpec,
     RFASpec,
     RoutingSpec,
@@ -24,6 +29,7 @@ from hasten.attention import (
 from hasten.attention.base import Weights
 from hasten.attention.masks import padding
 from hasten.attention.multihead import Attended
+from hasten.attention.specs import HeadGroup
 from hasten.errors import UserError
 from hasten.nn.following import ReuseContext, ReuseOutput, ReuseWeights
 from hasten.nn.sharing import Carry, SourceMap
@@ -284,6 +290,15 @@ DECODERS = [
 ]
 
 
+OTHER_DECODERS = [
+    FullSpec(),
+    AverageSpec(),
+    AverageSpec(gate=False, feed_forward=True),
+    PatternSpec(pattern="Local(1) | Global(first=1)"),
+    HeadsSpec(groups=(HeadGroup(heads=1, attention=FullSpec()), HeadGroup(heads=1, attention=LocalSpec(left=1)))),
+]
+
+
 @pytest.mark.parametrize("spec", ENCODERS, ids=lambda spec: spec.kind)
 def test_the_weights_of_any_mechanism_are_applied_to_the_values_of_followers(spec):
     stack, x = randomised(Encoder(2, *SHAPE, (spec,), (1, 1))), states(3, 6)
@@ -308,6 +323,50 @@ def test_shared_steps_of_any_mechanism_equal_the_whole(spec):
 def test_a_layer_with_second_projections_leads_nobody():
     with pytest.raises(UserError, match="encoder attention, layer 1: weights of a layer with second projections"):
         Encoder(2, *SHAPE, (LongformerSpec(window=1),), (1, 1))
+
+
+def drawn_map(draw: random.Random, n_layers: int) -> tuple[int, ...]:
+    """Any map: a layer uses an earlier one that computes its own, or does so itself."""
+    numbers: list[int] = []
+    for number in range(1, n_layers + 1):
+        numbers.append(draw.choice([number, *(n for i, n in enumerate(numbers, 1) if n == i)]))
+    return tuple(numbers)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_layers_of_any_mechanisms_under_any_maps_decode_as_the_whole(seed):
+    draw = random.Random(seed)
+    own = draw.choices([*DECODERS, *OTHER_DECODERS], k=5)
+    cross = draw.choices([FullSpec(), LinearSpec(), EfficientSpec(), PerformerSpec(features=8)], k=5)
+    maps = drawn_map(draw, 5), drawn_map(draw, 5)
+    stack = randomised(Decoder(5, *SHAPE, own, cross, *maps, draw.choice(SHARED)))
+    x, memory = states(3, 7), states(3, 6, 1)
+    whole = stack(x, memory, MASK)
+    torch.testing.assert_close(stepped(stack, x, memory, MASK), whole, rtol=1e-8, atol=1e-8)
+    rows = torch.tensor([2, 0, 1])
+    torch.testing.assert_close(stack(x[rows], memory[rows], MASK[rows]), whole[rows], rtol=1e-8, atol=1e-8)
+    noisy = memory.masked_fill(~MASK[..., None], torch.nan)
+    torch.testing.assert_close(stepped(stack, x, noisy, MASK), whole, rtol=1e-8, atol=1e-8)
+    alone = stepped(stack, x[1:2], memory[1:2, :3], MASK[1:2, :3])
+    torch.testing.assert_close(alone, whole[1:2], rtol=1e-8, atol=1e-8)
+
+
+MIXED = [
+    (BigBirdSpec(external=2, block=2), LocalSpec(left=1), BigBirdSpec(external=2, block=2)),  # a follower has no tokens
+    (FullSpec(), LongformerSpec(window=1), LocalSpec(left=1)),  # a layer with second projections between the others
+]
+
+
+@pytest.mark.parametrize("specs", MIXED, ids=["external tokens", "second projections"])
+def test_other_layers_tokens_and_second_projections_stand_beside_sharing(specs):
+    sharing = (1, 1, 3) if specs[0].kind == "bigbird" else (1, 2, 1)
+    stack, x = randomised(Encoder(3, *SHAPE, specs, sharing)), states(3, 6)
+    whole = stack(x, MASK)
+    noisy = x.masked_fill(~MASK[..., None], 1e3)
+    torch.testing.assert_close(stack(noisy, MASK)[MASK], whole[MASK], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(stack(x[1:2, :3], MASK[1:2, :3]), whole[1:2, :3], rtol=1e-9, atol=1e-9)
+    whole[MASK].square().sum().backward()
+    assert [name for name, p in stack.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 def test_only_leaders_mechanisms_are_built_and_judged():
