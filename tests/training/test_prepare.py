@@ -92,7 +92,7 @@ def fertile(spec: specs.RunSpec, path, **data) -> specs.RunSpec:
 
 
 @pytest.fixture
-def labels(letters, tmp_path):
+def label_file(letters, tmp_path):
     """Writes labels of `uneven`: all comes from the first piece. The longest pair is left out, and its label wrong."""
 
     def write(changes: dict[int, str]):
@@ -107,8 +107,8 @@ def labels(letters, tmp_path):
     return write
 
 
-def test_labels_go_with_the_pairs_that_are_kept(uneven, run_spec, letters, labels):
-    spec = fertile(run_spec(), labels({}), max_tokens=10)
+def test_labels_go_with_the_pairs_that_are_kept(uneven, run_spec, letters, label_file):
+    spec = fertile(run_spec(), label_file({}), max_tokens=10)
     task, counts = prepare.make_task(spec, uneven, letters)
     assert counts == {"empty": 2, "longer than data.max_tokens": 1, "kept": 3}
     assert task.fertilities is not None
@@ -120,8 +120,8 @@ def test_labels_go_with_the_pairs_that_are_kept(uneven, run_spec, letters, label
     assert batch.fertilities.sum(1).tolist() == [len(task.pairs[2][1]), len(task.pairs[0][1])]
 
 
-def test_a_pair_without_a_label_is_left_out_and_counted(uneven, run_spec, letters, labels):
-    task, counts = prepare.make_task(fertile(run_spec(), labels({1: ""}), max_tokens=10), uneven, letters)
+def test_a_pair_without_a_label_is_left_out_and_counted(uneven, run_spec, letters, label_file):
+    task, counts = prepare.make_task(fertile(run_spec(), label_file({1: ""}), max_tokens=10), uneven, letters)
     assert counts == {"empty": 2, "longer than data.max_tokens": 1, "without fertilities": 1, "kept": 2}
     assert task.fertilities is not None
     assert len(task.fertilities) == 2
@@ -141,9 +141,9 @@ def test_a_pair_without_a_label_is_left_out_and_counted(uneven, run_spec, letter
         (6, "4 0\n1", r"f has 7 lines of fertilities, the training split 6 pairs"),
     ],
 )
-def test_a_label_of_something_else_is_refused(line, label, message, uneven, run_spec, letters, labels):
+def test_a_label_of_something_else_is_refused(line, label, message, uneven, run_spec, letters, label_file):
     with pytest.raises(UserError, match=message):
-        prepare.make_task(fertile(run_spec(), labels({line: label}), max_tokens=10), uneven, letters)
+        prepare.make_task(fertile(run_spec(), label_file({line: label}), max_tokens=10), uneven, letters)
 
 
 def test_labels_are_for_those_who_learn_from_them(uneven, run_spec, letters, tmp_path):
@@ -156,7 +156,7 @@ def test_labels_are_for_those_who_learn_from_them(uneven, run_spec, letters, tmp
     prepare.check(fertile(run_spec(), tmp_path / "f"))
 
 
-def test_the_model_sees_the_labels_of_its_batches(uneven, run_spec, letters, labels, directory, monkeypatch):
+def test_the_model_sees_the_labels_of_its_batches(uneven, run_spec, letters, label_file, directory, monkeypatch):
     seen, loss = [], Autoregressive.loss
 
     def watched(model, batch, generator):
@@ -164,13 +164,13 @@ def test_the_model_sees_the_labels_of_its_batches(uneven, run_spec, letters, lab
         return loss(model, batch, generator)
 
     monkeypatch.setattr(Autoregressive, "loss", watched)
-    spec = fertile(run_spec(steps=2, save_every=2), labels({}), max_tokens=10)
+    spec = fertile(run_spec(steps=2, save_every=2), label_file({}), max_tokens=10)
     train(spec, directory, letters, prepare.make_task(spec, uneven, letters)[0])
     assert seen == [[0, 0, 0]] * 2
 
 
-def test_runs_know_their_labels_and_older_ones_go_on(uneven, run_spec, letters, labels):
-    labelled = prepare.make_task(fertile(run_spec(), labels({}), max_tokens=10), uneven, letters)[0]
+def test_runs_know_their_labels_and_older_ones_go_on(uneven, run_spec, letters, label_file):
+    labelled = prepare.make_task(fertile(run_spec(), label_file({}), max_tokens=10), uneven, letters)[0]
     plain = prepare.make_task(with_data(run_spec(), max_tokens=10), uneven, letters)[0]
     assert plain.fertilities is None
     assert labelled.pairs == plain.pairs
