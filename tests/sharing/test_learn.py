@@ -556,6 +556,13 @@ def test_a_policy_that_cannot_be_built_is_told_before_another_is_trained(spec, l
     assert not (tmp_path / "out").exists()
 
 
+def test_heads_that_cannot_be_matched_are_told_before_a_sweep_writes(spec, letters, batches, tmp_path):
+    own, model = differing(spec, letters, decoder_attention=[{"kind": "full"}], d_model=34, n_heads=17)
+    with pytest.raises(UserError, match="give --no-match-heads"):
+        swept(Original(own, model, letters, batches), [-1.0], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sweep_that_is_stopped_at_every_point_comes_to_the_same_models(
     again, corpus, letters, tmp_path_factory, monkeypatch
 ):

@@ -26,6 +26,7 @@ from hasten.sharing.learn import (
     with_maps,
     write_model,
 )
+from hasten.sharing.retrofit import Matching
 from hasten.sharing.sample import spread
 from hasten.spec import RunSpec
 
@@ -73,14 +74,16 @@ def models(
     check_begun(directory, settings)
     policies = {theta: replace(policy, thetas=dict.fromkeys(kinds, theta)) for theta in thetas}
     chosen = _different(original, policies, measure(original.model.eval(), original.batches))
-    for maps in chosen.values():  # what cannot be built is told before anything is written or trained
-        _shared(original, policy, maps)
+    orders: dict[float, Matching | None] = {}
+    for theta, maps in chosen.items():  # what cannot be built is told before anything is written or trained
+        orders[theta] = match_heads(original.model, maps, original.batches) if match else None
+        _shared(original, policy, maps, orders[theta])
     begin(directory, settings)
     made: Made = []
     for theta, maps in chosen.items():
         note(f"theta {theta:g}: {described(maps)}")
         here = directory / f"theta-{_name(theta)}"
-        spec, model = _shared(original, policy, maps, match=match)
+        spec, model = _shared(original, policy, maps, orders[theta])
         write_model(here if train is None else here / START, spec, original.tokenizer, model)
         if train is not None:
             here = train_from(here, spec, steps, original.tokenizer, train, note)
@@ -88,9 +91,8 @@ def models(
     return made
 
 
-def _shared(original: Original, policy: Policy, maps: Maps, *, match: bool = False) -> tuple[RunSpec, GenerationModel]:
+def _shared(original: Original, policy: Policy, maps: Maps, orders: Matching | None) -> tuple[RunSpec, GenerationModel]:
     spec = with_maps(original.spec, maps, policy.shared_of_cross)
-    orders = match_heads(original.model, maps, original.batches) if match else None
     return spec, shared_model(original.model, spec, original.tokenizer.vocab_size, orders)
 
 
