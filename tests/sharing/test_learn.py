@@ -517,6 +517,20 @@ def test_values_have_nowhere_to_go_when_the_leader_takes_none(spec, letters):
         shared_model(together, with_maps(own, {"decoder": SourceMap((0, 1, 2))}), letters.vocab_size)
 
 
+def test_a_model_that_cannot_be_written_whole_is_not_there(spec, model, letters, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        learn.write_model(tmp_path / "new", spec, letters, model)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "precious").write_text("mine")
+    with pytest.raises(UserError, match="No space left on device"):
+        learn.write_model(tmp_path / "old", spec, letters, model)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["old", "precious"]
+
+
 # Sweeps
 
 
@@ -529,6 +543,11 @@ def test_the_front_is_what_nobody_beats():
     assert [p.label for p in front(points) if p.front] == ["a", "b", "d", "e"]
     assert "| a |" in markdown(front(points))
     assert "| 1.25 |" in markdown(front(points))
+
+
+def test_a_picture_that_cannot_be_written_names_its_place(tmp_path):
+    with pytest.raises(UserError, match=r"cannot write .*nowhere"):
+        sweep.picture([point("a", 10, 50, None)], tmp_path / "nowhere" / "sweep.png")
 
 
 def swept(original: Original, thetas: list[float], directory: Path, train=None, steps: int = 0, match: bool = True):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -20,7 +21,7 @@ from hasten.models import GenerationModel
 from hasten.nn.sharing import Shared, SourceMap
 from hasten.sharing.divergence import Similarity, head_divergences, measure
 from hasten.sharing.policy import blocks, source_map
-from hasten.sharing.retrofit import Matching, best_order, retrofit, sites
+from hasten.sharing.retrofit import Matching, best_order, retrofit, sites, with_maps
 from hasten.spec import RunSpec
 from hasten.training import checkpoint, state
 from hasten.training.card import read_metrics
@@ -78,31 +79,6 @@ def maps_of(model: GenerationModel) -> Maps:
     return {site.kind: site.plan for site in sites(model)}
 
 
-def with_maps(spec: RunSpec, maps: Mapping[str, SourceMap], shared_of_cross: Shared = "output") -> RunSpec:
-    """The run whose model shares so; maps where every layer computes its own are left out.
-
-    A layer that no longer follows has the mechanism of the one that it followed, whose weights it takes.
-    """
-    changes: dict[str, Any] = {}
-    for kind, plan in maps.items():
-        alone = all(plan.leads(layer) is plan.follows(layer) for layer in range(len(plan.sources)))
-        changes[f"{kind}_sharing"] = () if alone else plan.numbers
-        changes |= _mechanisms(spec.model, kind, plan)
-    if "cross" in maps:
-        changes["shared_of_cross"] = shared_of_cross
-    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **changes))
-
-
-def _mechanisms(model: Any, kind: str, plan: SourceMap) -> dict[str, Any]:
-    """The specs of layers that have one each."""
-    name = f"{kind}_attention"
-    own = getattr(model, name, ())
-    if len(own) < 2:
-        return {}
-    before = SourceMap.of(getattr(model, f"{kind}_sharing"), len(own), kind).sources
-    return {name: tuple(own[i if plan.follows(i) else before[i]] for i in range(len(own)))}
-
-
 def match_heads(model: GenerationModel, maps: Mapping[str, SourceMap], batches: Sequence[Batch]) -> Matching:
     """For every layer that is to follow, its heads in the order that reads most like its leader's heads."""
     orders: dict[tuple[str, int, int], list[int]] = {}
@@ -124,9 +100,15 @@ def shared_model(
 
 
 def write_model(directory: Path, spec: RunSpec, tokenizer: Tokenizer, model: GenerationModel) -> None:
-    """A model directory that `hasten translate`, `evaluate`, `bench` and `train` take."""
-    checkpoint.write_run(directory, spec, tokenizer)
-    checkpoint.save_weights(directory / checkpoint.WEIGHTS, model.state_dict(), tokenizer)
+    """A model directory that `hasten translate`, `evaluate`, `bench` and `train` take; on `UserError` none is left."""
+    try:
+        checkpoint.write_run(directory, spec, tokenizer)
+        checkpoint.save_weights(directory / checkpoint.WEIGHTS, model.state_dict(), tokenizer)
+    except UserError:
+        checkpoint.clear_run(directory)
+        with suppress(OSError):  # it was never made, or holds more
+            directory.rmdir()
+        raise
 
 
 @dataclass(frozen=True)

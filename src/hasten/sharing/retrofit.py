@@ -1,5 +1,6 @@
 """From the weights of a model to those of the same model with other layers sharing attention."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,7 @@ from torch import Tensor
 from hasten.errors import UserError
 from hasten.models import CTC, NAT, Autoregressive, GenerationModel, MaskPredict, Refinement
 from hasten.nn.sharing import Shared, SourceMap
+from hasten.spec import RunSpec
 
 Weights = dict[str, Tensor]
 Matching = Mapping[tuple[str, int, int], Sequence[int]]
@@ -60,6 +62,31 @@ def sites(model: GenerationModel) -> list[Site]:
         names = ("cross_attention", "cross_norm")
         found.append(Site("cross", prefix, *names, decoder.cross_plan, model.spec.shared_of_cross))
     return found
+
+
+def with_maps(spec: RunSpec, maps: Mapping[str, SourceMap], shared_of_cross: Shared = "output") -> RunSpec:
+    """The run whose model shares so; maps where every layer computes its own are left out.
+
+    A layer that no longer follows has the mechanism of the one that it followed, whose weights it takes.
+    """
+    changes: dict[str, Any] = {}
+    for kind, plan in maps.items():
+        alone = all(plan.leads(layer) is plan.follows(layer) for layer in range(len(plan.sources)))
+        changes[f"{kind}_sharing"] = () if alone else plan.numbers
+        changes |= _mechanisms(spec.model, kind, plan)
+    if "cross" in maps:
+        changes["shared_of_cross"] = shared_of_cross
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **changes))
+
+
+def _mechanisms(model: Any, kind: str, plan: SourceMap) -> dict[str, Any]:
+    """The specs of layers that have one each."""
+    name = f"{kind}_attention"
+    own = getattr(model, name, ())
+    if len(own) < 2:
+        return {}
+    before = SourceMap.of(getattr(model, f"{kind}_sharing"), len(own), kind).sources
+    return {name: tuple(own[i if plan.follows(i) else before[i]] for i in range(len(own)))}
 
 
 def retrofit(old: GenerationModel, new: GenerationModel, matching: Matching | None = None) -> None:

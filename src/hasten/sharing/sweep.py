@@ -201,4 +201,7 @@ def picture(points: Sequence[Point], path: Path) -> None:
     axes.margins(0.2)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
