@@ -157,6 +157,12 @@ def test_after_sharing_block_ends_never_move_back(n_layers: int, seed: int, thet
     assert sizes(again)[0] >= sizes(found)[0]
 
 
+def test_a_later_block_may_lose_its_first_layer_to_the_one_before():
+    shared = (0, 0, 0, 1, 1)
+    mu = [[1.0 if one == other else 0.5 for other in shared] for one in shared]
+    assert blocks(mu, 0.72).numbers == (1, 1, 1, 1, 5)
+
+
 @given(st.integers(1, 8), st.integers(0, 2**31), st.floats(-0.1, 0.999))
 def test_a_map_is_found_again_after_sharing(n_layers: int, seed: int, theta: float):
     mu = drawn(n_layers, seed)
