@@ -27,8 +27,8 @@ def blocks(mu: Matrix, theta: float, largest: int | None = None) -> SourceMap:
 
     A block m .. n ends at the largest n with sim(m, n) > theta, be it that smaller ones do not pass, and has at most
     `largest` layers. theta >= 1 leaves all layers alone, theta < 0 puts them in one block. A `largest` serves where
-    policies are searched for again and again: layers of a block attend alike from then on. The first block never shrinks;
-    a later one may lose its first layers to the block before it.
+    policies are searched for again and again: layers of a block attend alike from then on. The first block never
+    shrinks; a later one may lose its first layers to the block before it.
     Errors: `UserError` for what is no matrix of similarities, for a theta that is no number, for largest < 1.
     Source: Xiao et al., 2019.
     """
