@@ -21,7 +21,7 @@ from hasten.nn.layers import FeedForward, add
 from hasten.nn.mechanisms import build, longest
 from hasten.nn.positions import Sinusoids
 from hasten.nn.sharing import Carry, Shared, SourceMap, attention_layers
-from hasten.nn.stack import Observer, unobserved
+from hasten.nn.stack import Observer, over_encoder, unobserved
 
 
 def others(mask: Bool[Tensor, "B T"]) -> Mask:
@@ -157,15 +157,7 @@ class PositionalDecoder(nn.Module):
             "no position may attend to itself (Mask.allowed) and sentences are padded",
             plan=self.plan,
         )
-        cross = build(
-            cross_attention,
-            shape,
-            n_layers,
-            "cross attention",
-            lambda traits: traits.cross and traits.key_padding,
-            "queries read another, padded sequence",
-            plan=self.cross_plan,
-        )
+        cross = over_encoder(cross_attention, shape, n_layers, self.cross_plan)
         self.longest, self.longest_memory = longest(own), longest(cross)
         attentions = zip(
             attention_layers(own, self.plan, *shape, "weights", "decoder attention"),

@@ -1,13 +1,14 @@
 """Stacks of layers that take one attention spec per layer, and may share attention between layers."""
 
+from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, final
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hasten.attention import AttentionSpec, Mask, Traits
+from hasten.attention import Attention, AttentionSpec, Mask, Traits
 from hasten.attention.masks import padding
 from hasten.attention.multihead import Attended
 from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
@@ -76,71 +77,17 @@ class Encoder(nn.Module):
         return self.norm(self.external.strip(x))
 
 
-class Own(NamedTuple):
-    """The self-attention that a decoder's layers are to have: specs, what its traits must be, and why."""
-
-    attention: Sequence[AttentionSpec]
-    able: Callable[[Traits], bool]
-    need: str
-
-
-def decoder_layers(
-    n_layers: int,
-    d_model: int,
-    n_heads: int,
-    d_ff: int,
-    dropout: float,
-    own: Own,
-    cross_attention: Sequence[AttentionSpec],
-    plans: tuple[SourceMap, SourceMap],
-    shared_of_cross: Shared,
-) -> tuple[nn.ModuleList, int | None, int | None]:
-    """The layers of a decoder, the most positions its self-attention takes, and the most of the encoder's."""
-    shape = (d_model, n_heads)
-    attention = build(own.attention, shape, n_layers, "decoder attention", own.able, own.need, plan=plans[0])
-    cross = build(
-        cross_attention,
-        shape,
-        n_layers,
-        "cross attention",
-        lambda traits: traits.cross and traits.key_padding,
-        "queries read another, padded sequence",
-        plan=plans[1],
-    )
-    pairs = zip(
-        attention_layers(attention, plans[0], *shape, "weights", "decoder attention"),
-        attention_layers(cross, plans[1], *shape, shared_of_cross, "cross attention"),
-        strict=True,
-    )
-    layers = nn.ModuleList(DecoderLayer(d_model, d_ff, dropout, a, b) for a, b in pairs)
-    return layers, longest(attention), longest(cross)
-
-
-def through(
-    layers: nn.ModuleList,
-    x: Float[Tensor, "B T D"],
-    memory: Float[Tensor, "B S D"],
-    masks: tuple[Mask, Mask],
-    plans: tuple[SourceMap, SourceMap],
-    observe: Observer,
-) -> Float[Tensor, "B T D"]:
-    """x after all layers of a decoder; masks and source maps are those of its own positions and of the encoder's."""
-    own, cross = (Carry(plan) for plan in plans)
-    for i, layer in enumerate(layers):
-        x, attended, read = layer(x, memory, *masks, own.take(i), cross.take(i))
-        own.put(i, attended)
-        cross.put(i, read)
-        observe("self", i, attended)
-        observe("cross", i, read)
-    return x
-
-
-class Decoder(nn.Module):
-    """Causal layers over an encoder's states and a final normalisation; whole sequences or step by step.
+class DecoderStack(nn.Module, ABC):
+    """Layers that read their own positions and an encoder's states, and a final normalisation.
 
     sharing, cross_sharing: for each layer, from 1, the layer whose attention it uses; empty: its own. Of self-attention
     the weights are shared, of attention over the encoder what `shared_of_cross` says.
     """
+
+    able: ClassVar[Callable[[Traits], bool]]
+    """What the traits of its self-attention must be."""
+    need: ClassVar[str]
+    """Why."""
 
     def __init__(
         self,
@@ -158,17 +105,46 @@ class Decoder(nn.Module):
         super().__init__()
         self.plan = SourceMap.of(sharing, n_layers, "decoder_sharing")
         self.cross_plan = SourceMap.of(cross_sharing, n_layers, "cross_sharing")
-        own = Own(
-            attention,
-            lambda traits: traits.causal == "strict" and traits.step,
-            "outputs are made step by step: the mechanism must be strictly causal",
+        shape = (d_model, n_heads)
+        own = build(attention, shape, n_layers, "decoder attention", type(self).able, self.need, plan=self.plan)
+        cross = over_encoder(cross_attention, shape, n_layers, self.cross_plan)
+        self.longest, self.longest_memory = longest(own), longest(cross)
+        pairs = zip(
+            attention_layers(own, self.plan, *shape, "weights", "decoder attention"),
+            attention_layers(cross, self.cross_plan, *shape, shared_of_cross, "cross attention"),
+            strict=True,
         )
-        shape = (d_model, n_heads, d_ff, dropout)
-        plans = (self.plan, self.cross_plan)
-        self.layers, self.longest, self.longest_memory = decoder_layers(
-            n_layers, *shape, own, cross_attention, plans, shared_of_cross
-        )
+        self.layers: nn.ModuleList = nn.ModuleList(DecoderLayer(d_model, d_ff, dropout, a, b) for a, b in pairs)
         self.norm = nn.LayerNorm(d_model)
+
+    def through(
+        self, x: Float[Tensor, "B T D"], memory: Float[Tensor, "B S D"], mask: Mask, keys: Mask, observe: Observer
+    ) -> Float[Tensor, "B T D"]:
+        """x after all layers. `mask` is that of its own positions, `keys` that of the encoder's."""
+        own, cross = Carry(self.plan), Carry(self.cross_plan)
+        for i, layer in enumerate(self.layers):
+            x, attended, read = layer(x, memory, mask, keys, own.take(i), cross.take(i))
+            own.put(i, attended)
+            cross.put(i, read)
+            observe("self", i, attended)
+            observe("cross", i, read)
+        return self.norm(x)
+
+
+def over_encoder(
+    specs: Sequence[AttentionSpec], shape: tuple[int, int], n_layers: int, plan: SourceMap
+) -> list[Attention | None]:
+    """The mechanisms of a decoder's attention over the encoder; those of layers that use another's are None."""
+    able, need = lambda traits: traits.cross and traits.key_padding, "queries read another, padded sequence"
+    return build(specs, shape, n_layers, "cross attention", able, need, plan=plan)
+
+
+@final
+class Decoder(DecoderStack):
+    """Causal layers over an encoder's states; whole sequences or step by step."""
+
+    able = staticmethod(lambda traits: traits.causal == "strict" and traits.step)
+    need = "outputs are made step by step: the mechanism must be strictly causal"
 
     def forward(
         self,
@@ -179,9 +155,7 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """Teacher forcing. `memory_mask` (B, S) is True on real source positions."""
         # Padding in x stands on the right, where no earlier position can read it: causality is mask enough.
-        causal, keys = Mask(causal=True), padding(memory_mask)
-        masks, plans = (causal, keys), (self.plan, self.cross_plan)
-        return self.norm(through(self.layers, x, memory, masks, plans, observe))
+        return self.through(x, memory, Mask(causal=True), padding(memory_mask), observe)
 
     def begin(self, memory: Float[Tensor, "B S D"], memory_mask: Tensor) -> tuple[DecoderLayerState, ...]:
         """The state before the first step."""
