@@ -135,7 +135,7 @@ def test_the_gradient_of_the_divergence_is_that_of_finite_differences():
     wide = logits.double().requires_grad_()
     reverse_divergence(wide, teacher, said).backward()
     assert wide.grad is not None
-    log_q = teacher.forced_log_probs(said).double()
+    log_q = teacher.forced_log_probs(said).double()[[0, 1, 3]]  # 2 and 4 are the ends
 
     def value(x: Tensor) -> float:
         log_p = x.log_softmax(-1)
@@ -151,7 +151,7 @@ def test_the_gradient_of_the_divergence_is_that_of_finite_differences():
 def test_a_student_that_agrees_with_its_teacher_has_no_divergence():
     _, teacher = pair()
     said = pair_batch([([10, 11], [8, 9])])
-    logits = (teacher.forced_log_probs(said) + 3).detach().requires_grad_()
+    logits = (teacher.forced_log_probs(said)[:2] + 3).detach().requires_grad_()
     divergence = reverse_divergence(logits, teacher, said)
     divergence.backward()
     assert abs(divergence.item()) < 1e-5

@@ -31,7 +31,7 @@ def by_hand(student: Autoregressive, teacher: Autoregressive, share: float) -> T
     total = torch.zeros(())
     for source, target in PAIRS:
         batch = pair_batch([(source, target)])
-        p, q = (model.said_log_probs(batch) for model in (student, teacher))
+        p, q = (model.forced_log_probs(batch) for model in (student, teacher))
         assert len(p) == len(target) + 1
         for t in range(len(p)):
             divergence = sum(q[t, v].exp() * (q[t, v] - p[t, v]) for v in range(VOCABULARY))

@@ -9,57 +9,26 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
-from hasten.fields import Depth, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
+from hasten.models.encoder_decoder import EncoderDecoderSpec
 from hasten.models.word_distillation import WordDistillation, WordDistillationSpec
 from hasten.nn.dropout import Dropout
 from hasten.nn.layers import DecoderLayerState
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.positions import Sinusoids
-from hasten.nn.sharing import Shared
 from hasten.nn.stack import Decoder, Encoder
 
 DecoderState = tuple[DecoderLayerState, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoregressiveSpec(Spec):
+class AutoregressiveSpec(EncoderDecoderSpec):
     """An autoregressive Transformer of any depth split (6-6, 12-1, ...)."""
 
     kind: Literal["autoregressive"] = "autoregressive"
     """The model's name."""
-    d_model: PositiveInt = 256
-    """Width of the states."""
-    n_heads: PositiveInt = 4
-    """Attention heads; divides d_model."""
-    d_ff: PositiveInt = 1024
-    """Width inside the feed-forward networks."""
-    encoder_layers: Depth = 6
-    """Layers of the encoder."""
-    decoder_layers: Depth = 6
-    """Layers of the decoder."""
-    dropout: Share = 0.1
-    """Dropout after every sub-layer and inside the feed-forward networks."""
-    label_smoothing: Share = 0.1
-    """Share of the target probability that is spread over the vocabulary."""
-    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The encoder's self-attention: one spec for all layers, or one per layer."""
-    decoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoder's self-attention: one spec for all layers, or one per layer."""
-    cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoder's attention over the source: one spec for all layers, or one per layer."""
-
-    encoder_sharing: tuple[PositiveInt, ...] = ()
-    """For each encoder layer, from 1, the layer whose attention weights it uses; empty: every layer its own."""
-    decoder_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's self-attention."""
-    cross_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's attention over the source, of which `shared_of_cross` is shared."""
-    shared_of_cross: Shared = "output"
-    """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
 
     distillation: WordDistillationSpec | None = None
     """Learn from the distributions of another autoregressive model, too: that of a shared model before it shared."""
@@ -122,7 +91,7 @@ class Autoregressive(GenerationModel):
     def learn_from(self, teacher: "Autoregressive") -> None:
         """Take the teacher that the spec's `distillation` names, and freeze it."""
         assert self.distillation is not None
-        self.distillation.learn_from(teacher, teacher.said_log_probs)
+        self.distillation.learn_from(teacher)
 
     def most_tokens_for(self, max_tokens: int) -> int:
         """The most tokens of a target that a teacher is shown where training pairs have at most `max_tokens`."""
@@ -134,18 +103,10 @@ class Autoregressive(GenerationModel):
         own = -F.cross_entropy(self.logits(states[real]).float(), outputs[real], reduction="none")
         return torch.zeros_like(real, dtype=own.dtype).masked_scatter(real, own).sum(1), real.sum(1)
 
-    def said_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
+    def forced_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
         """Log probabilities, in float32, of what could stand at every target token and at the end, row after row."""
         states, _, real = self._forced(batch)
         return self.logits(states[real]).float().log_softmax(-1)
-
-    def forced_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
-        """Log probabilities, in float32, of what could stand where the target tokens do: row after row, N in all.
-
-        Of the end symbol after them there is none.
-        """
-        states, _, _ = self._forced(batch)
-        return self.logits(states[F.pad(batch.target_mask, (0, 1), value=False)]).float().log_softmax(-1)
 
     def _forced(self, batch: Batch) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
         """States under teacher forcing, what each is to say (y_1 .. y_U EOS), and which of them are real."""

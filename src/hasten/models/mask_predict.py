@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import MASK, PAD, SPECIAL_IDS
 from hasten.decoding.masked import MaskedSampler, MaskedSpec
-from hasten.fields import Depth, NonNegativeFloat, PositiveInt, Share, Spec
+from hasten.fields import NonNegativeFloat, PositiveInt
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
+from hasten.models.encoder_decoder import EncoderDecoderSpec
 from hasten.nn.decoder_inputs import soft_copy, uniform_copy
 from hasten.nn.draws import row_draws
 from hasten.nn.dropout import Dropout
@@ -22,30 +22,15 @@ from hasten.nn.lengths import LengthForm, LengthHead
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.parallel import ParallelDecoder
 from hasten.nn.positions import Sinusoids
-from hasten.nn.sharing import Shared
 from hasten.nn.stack import Encoder, Observer, unobserved
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskPredictSpec(Spec):
+class MaskPredictSpec(EncoderDecoderSpec):
     """A model that predicts masked tokens from the source and the tokens that are not masked."""
 
     kind: Literal["mask_predict"] = "mask_predict"
     """The model's name."""
-    d_model: PositiveInt = 256
-    """Width of the states."""
-    n_heads: PositiveInt = 4
-    """Attention heads; divides d_model."""
-    d_ff: PositiveInt = 1024
-    """Width inside the feed-forward networks."""
-    encoder_layers: Depth = 6
-    """Layers of the encoder."""
-    decoder_layers: Depth = 6
-    """Layers of the decoder."""
-    dropout: Share = 0.1
-    """Dropout after every sub-layer and inside the feed-forward networks."""
-    label_smoothing: Share = 0.1
-    """Share of the target probability that is spread over the vocabulary."""
     decoder_input: Literal["mask", "uniform_copy", "soft_copy"] = "mask"
     """What masked positions read: the mask's embedding, or states of the source, copied evenly or mixed by distance."""
     length_form: LengthForm = "offset"
@@ -54,21 +39,6 @@ class MaskPredictSpec(Spec):
     """The largest difference, or the largest length; lengths beyond are learnt as the nearest."""
     length_weight: NonNegativeFloat = 0.1
     """Weight of the lengths' cross-entropy beside that of the tokens."""
-    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The encoder's self-attention: one spec for all layers, or one per layer."""
-    decoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoder's self-attention, in both directions: one spec for all layers, or one per layer."""
-    cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoder's attention over the source: one spec for all layers, or one per layer."""
-
-    encoder_sharing: tuple[PositiveInt, ...] = ()
-    """For each encoder layer, from 1, the layer whose attention weights it uses; empty: every layer its own."""
-    decoder_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's self-attention."""
-    cross_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's attention over the source, of which `shared_of_cross` is shared."""
-    shared_of_cross: Shared = "output"
-    """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
 
     decoding: MaskedSpec = field(default_factory=MaskedSpec)
     """What is masked again after each pass. None of it touches the weights."""

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
 from hasten.errors import UserError
-from hasten.fields import Depth, NonNegativeFloat, PositiveFactor, PositiveInt, Seed, Share, Spec
+from hasten.fields import NonNegativeFloat, PositiveFactor, PositiveInt, Seed, Spec
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
+from hasten.models.encoder_decoder import EncoderDecoderSpec
 from hasten.models.nat_finetune import FineTuneSpec, FineTuning
 from hasten.nn.decoder_inputs import first
 from hasten.nn.dropout import Dropout
@@ -23,7 +23,6 @@ from hasten.nn.fertility import FertilityHead, average, copied, drawn, feasible,
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.positional import PositionalDecoder
 from hasten.nn.positions import Sinusoids
-from hasten.nn.sharing import Shared
 from hasten.nn.stack import Encoder, Observer, unobserved
 
 
@@ -40,7 +39,7 @@ class NATDecoding(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NATSpec(Spec):
+class NATSpec(EncoderDecoderSpec):
     """A one-pass model: encode, copy each source token as often as its fertility says, decode."""
 
     needs_fertilities: ClassVar[bool] = True
@@ -48,41 +47,13 @@ class NATSpec(Spec):
 
     kind: Literal["nat"] = "nat"
     """The model's name."""
-    d_model: PositiveInt = 256
-    """Width of the states."""
-    n_heads: PositiveInt = 4
-    """Attention heads; divides d_model."""
-    d_ff: PositiveInt = 1024
-    """Width inside the feed-forward networks."""
-    encoder_layers: Depth = 6
-    """Layers of the encoder."""
-    decoder_layers: Depth = 6
-    """Layers of the decoder."""
-    dropout: Share = 0.1
-    """Dropout after every sub-layer and inside the feed-forward networks."""
-    label_smoothing: Share = 0.1
-    """Share of the target probability that is spread over the vocabulary."""
     most_fertility: PositiveInt = 49
     """The largest fertility that the model tells; labels above it are learnt as it."""
     fertility_weight: NonNegativeFloat = 1.0
     """Weight of the fertilities' cross-entropy beside that of the tokens."""
-    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The encoder's self-attention: one spec for all layers, or one per layer."""
-    decoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoder's self-attention, in which no position reads itself: one spec for all layers, or one per layer."""
-    cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoder's attention over the source: one spec for all layers, or one per layer."""
 
-    encoder_sharing: tuple[PositiveInt, ...] = ()
-    """For each encoder layer, from 1, the layer whose attention weights it uses; empty: every layer its own."""
-    decoder_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's self-attention."""
     positional_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's attention by position."""
-    cross_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoder's attention over the source, of which `shared_of_cross` is shared."""
-    shared_of_cross: Shared = "output"
-    """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
+    """For each decoder layer, from 1, the layer whose weights its attention by position uses; empty: its own."""
 
     decoding: NATDecoding = field(default_factory=NATDecoding)
     """How fertilities are chosen."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -109,9 +110,15 @@ class FineTuning:
 def reverse_divergence(logits: Float[Tensor, "N V"], teacher: Autoregressive, said: Batch) -> Float[Tensor, ""]:
     """sum over positions of sum over V of p (log p - log q), in float32; `logits` are those at the real positions."""
     with torch.no_grad():
-        log_q = teacher.forced_log_probs(said)
+        log_q = teacher.forced_log_probs(said)[_tokens(said.target_mask)]
     log_p = logits.float().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum()
+
+
+def _tokens(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "N"]:
+    """Of an autoregressive model's decisions, row after row, those for tokens: a row's last is its end."""
+    ends = F.pad(mask, (0, 1), value=False)
+    return ends[F.pad(mask, (1, 0), value=True)]
 
 
 def rewards(teacher: Autoregressive, batch: Batch, said: Int[Tensor, "B T"]) -> Float[Tensor, "B"]:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
 from hasten.errors import UserError
-from hasten.fields import Depth, NonNegativeFloat, PositiveInt, Share, Spec
+from hasten.fields import NonNegativeFloat, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
+from hasten.models.encoder_decoder import EncoderDecoderSpec
 from hasten.nn.decoder_inputs import first, uniform_copy
 from hasten.nn.draws import row_draws
 from hasten.nn.dropout import Dropout
@@ -23,7 +23,6 @@ from hasten.nn.lengths import LengthHead
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.parallel import ParallelDecoder
 from hasten.nn.positions import Sinusoids
-from hasten.nn.sharing import Shared
 from hasten.nn.stack import Encoder, Observer, unobserved
 
 REPEAT, REPLACE, SWAP = range(3)
@@ -43,29 +42,15 @@ class RefinementDecoding(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefinementSpec(Spec):
+class RefinementSpec(EncoderDecoderSpec):
     """A model that says all tokens at once and then rewrites its own output."""
 
     kind: Literal["refinement"] = "refinement"
     """The model's name."""
-    d_model: PositiveInt = 256
-    """Width of the states."""
-    n_heads: PositiveInt = 4
-    """Attention heads; divides d_model."""
-    d_ff: PositiveInt = 1024
-    """Width inside the feed-forward networks."""
-    encoder_layers: Depth = 6
-    """Layers of the encoder."""
-    decoder_layers: Depth = 6
-    """Layers of each decoder."""
     one_decoder: bool = False
     """The first pass and the refining ones use the same decoder; otherwise the first has one of its own."""
     feedback: Literal["both", "tokens"] = "both"
     """What a pass reads of the last one: its tokens and its states (both), or its tokens."""
-    dropout: Share = 0.1
-    """Dropout after every sub-layer and inside the feed-forward networks."""
-    label_smoothing: Share = 0.1
-    """Share of the target probability that is spread over the vocabulary."""
     train_iterations: PositiveInt = 4
     """Passes in training, the first one counted; the loss is the mean over all of them."""
     denoise: Share = 0.5
@@ -80,21 +65,6 @@ class RefinementSpec(Spec):
     """The encoder learns nothing from the predicted length."""
     length_most: PositiveInt = 64
     """Outputs have up to so many tokens more or fewer than the source, whose end symbol counts."""
-    encoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The encoder's self-attention: one spec for all layers, or one per layer."""
-    decoder_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoders' self-attention: one spec for all layers, or one per layer."""
-    cross_attention: tuple[AttentionSpec, ...] = (FullSpec(),)
-    """The decoders' attention over the source: one spec for all layers, or one per layer."""
-
-    encoder_sharing: tuple[PositiveInt, ...] = ()
-    """For each encoder layer, from 1, the layer whose attention weights it uses; empty: every layer its own."""
-    decoder_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the self-attention of both decoders."""
-    cross_sharing: tuple[PositiveInt, ...] = ()
-    """The same for the decoders' attention over the source, of which `shared_of_cross` is shared."""
-    shared_of_cross: Shared = "output"
-    """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
 
     decoding: RefinementDecoding = field(default_factory=RefinementDecoding)
     """What concerns decoding only: it can be changed after training."""

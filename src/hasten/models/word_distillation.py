@@ -1,17 +1,20 @@
 """Learning from what a teacher would say at every place, not only from what stands there."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Gt, Le
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from hasten.data.batch import Batch
 from hasten.errors import UserError
 from hasten.fields import Spec
 from hasten.nn.loss import LossTerm
+
+if TYPE_CHECKING:
+    from hasten.models.autoregressive import Autoregressive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +37,22 @@ class WordDistillation:
 
     def __init__(self, spec: WordDistillationSpec):
         self.spec = spec
-        self.teacher: nn.Module | None = None
-        self._log_probs: Callable[..., Tensor] = self._nobody
+        self.teacher: Autoregressive | None = None
 
-    def learn_from(self, teacher: nn.Module, log_probs: Callable[..., Tensor]) -> None:
-        """Take a teacher, and freeze it; `log_probs(batch)` gives its distributions, (N, V) in the student's order."""
-        self.teacher, self._log_probs = teacher.eval().requires_grad_(False), log_probs
+    def learn_from(self, teacher: "Autoregressive") -> None:
+        """Take a teacher, and freeze it."""
+        self.teacher = teacher.eval().requires_grad_(False)
 
-    def terms(self, ordinary: dict[str, LossTerm], logits: Float[Tensor, "N V"], batch: object) -> dict[str, LossTerm]:
-        """All terms of the objective; `logits` are the student's at the real positions, row after row."""
-        if self.teacher is not None:
-            self.teacher.to(logits.device)
+    def terms(self, ordinary: dict[str, LossTerm], logits: Float[Tensor, "N V"], batch: Batch) -> dict[str, LossTerm]:
+        """All terms of the objective; `logits` are the student's at all decisions, row after row."""
+        if self.teacher is None:
+            raise UserError(
+                f"this model learns from {self.spec.teacher}, which has not been given to it; "
+                "call model.learn_from(teacher), or train it by `hasten train`"
+            )
         with torch.no_grad():
-            log_q = self._log_probs(batch)
+            log_q = self.teacher.to(logits.device).forced_log_probs(batch)
         divergence = (log_q.exp() * (log_q - logits.float().log_softmax(-1))).sum()
         share, count = self.spec.share, torch.tensor(len(logits), device=logits.device)
         kept = {name: replace(term, weight=(1 - share) * term.weight) for name, term in ordinary.items()}
         return {**kept, "teacher": LossTerm(divergence, count, share)}
-
-    def _nobody(self, batch: object) -> Tensor:
-        raise UserError(
-            f"this model learns from {self.spec.teacher}, which has not been given to it; "
-            "call model.learn_from(teacher), or train it by `hasten train`"
-        )
