@@ -20,6 +20,7 @@ from hasten.errors import UserError
 from hasten.fields import Depth, DepthOrNone, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.nn.dropout import Dropout
+from hasten.nn.glancing import share_at, shown
 from hasten.nn.loss import LossTerm
 from hasten.nn.positions import Sinusoids
 from hasten.nn.stack import Encoder, Observer, unobserved
@@ -125,7 +126,7 @@ class CTC(GenerationModel):
 
     def progress(self, fraction: float) -> None:
         """Move the glancing share along its schedule."""
-        self.glancing = self.spec.glancing_start + fraction * (self.spec.glancing_end - self.spec.glancing_start)
+        self.glancing = share_at(fraction, self.spec.glancing_start, self.spec.glancing_end)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """CTC loss per target token; infeasible rows count nothing and give no gradient."""
@@ -152,11 +153,9 @@ class CTC(GenerationModel):
             guess = self.logits(memory.states, memory.mask)
             path = best_alignment(guess, memory.lengths, batch.target, batch.target_mask.sum(1), blank=BLANK)
             wrong = ((guess + self.banned).argmax(-1) != path) & memory.mask
-            count = (wrong.sum(1) * self.glancing).round()
             draws = torch.rand(path.shape, generator=generator, device=generator.device).to(path.device)
-            order = draws.masked_fill(~memory.mask, 2.0).argsort(1).argsort(1)
-            shown = (order < count[:, None]) & memory.mask
-        return torch.where(shown[..., None], embed(self.embedding, path), memory.states)
+            told = shown(wrong, memory.mask, self.glancing, draws)
+        return torch.where(told[..., None], embed(self.embedding, path), memory.states)
 
     def start(self, memory: Memory) -> Canvas:
         """All frames blank."""
