@@ -288,7 +288,7 @@ def _checked(lines: Iterable[str]) -> list[str]:
 
 
 def _greedy(decoded: Decoded) -> Hypothesis:
-    log_prob = sum(decoded.scores)
+    log_prob = sum(decoded.scores, 0.0)
     return Hypothesis(decoded.tokens, log_prob, length_normalised(log_prob, len(decoded.tokens)))
 
 
