@@ -18,7 +18,7 @@ from hasten.data.tokenizer import Tokenizer
 from hasten.training import checkpoint
 from hasten.translator import LineTooLong, Translator, load
 
-KINDS = ["autoregressive", "ctc", "refinement", "mask_predict", "nat"]
+KINDS = ["autoregressive", "ctc", "dag", "refinement", "mask_predict", "nat"]
 LINES = [
     "kamo ti.",
     "",

@@ -34,7 +34,7 @@ def encoded(lines: list[str]) -> bytes:
     return "".join(line + "\n" for line in lines).encode()
 
 
-@pytest.mark.parametrize("model", ["autoregressive", "ctc", "refinement", "mask_predict"])
+@pytest.mark.parametrize("model", ["autoregressive", "ctc", "dag", "refinement", "mask_predict"])
 @pytest.mark.parametrize("options", [[], ["--beam", "3"], ["--batch-tokens", "1"]], ids=" ".join)
 def test_lines_come_out_as_from_python(run, tiny_run, model: str, options: list[str]):
     beam = 3 if "--beam" in options else 1

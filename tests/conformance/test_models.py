@@ -11,11 +11,14 @@ from torch import Tensor
 from hasten.data.batch import Batch, Pair, pair_batch
 from hasten.data.tokenizer import BLANK, EOS, MASK, PAD, SPECIAL_IDS
 from hasten.decoding.refine import Decoded, final, refine
-from hasten.models import MODELS, GenerationModel, Refinement
+from hasten.models import DAG, MODELS, GenerationModel, Refinement
+from hasten.models.dag import DAGDecoding
 from hasten.training import checkpoint
 
 VOCABULARY = 60
 SMALL = {"d_model": 32, "d_ff": 64, "n_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+# Before it has learnt anything, the graph's lookahead goes straight to the end.
+ALSO: dict[type[GenerationModel], dict] = {DAG: {"decoding": DAGDecoding(method="greedy")}}
 SOURCES = [[10, 11, 12], [13], [14, 15, 14, 15, 16, 17, 18, 19, 20], [21, 21], [22, 23, 24, 25, 26]]
 PAIRS = [
     (source, target) for source, target in zip(SOURCES, [[30, 31], [32], [33, 33, 34, 35], [36, 37], [38]], strict=True)
@@ -26,7 +29,8 @@ def small_spec(model: type[GenerationModel]):
     """The model's spec with small numbers wherever it has such fields, without dropout."""
     spec = inspect.get_annotations(model.__init__, eval_str=True)["spec"]
     fields = {field.name for field in dataclasses.fields(spec)}
-    return spec(**{name: value for name, value in {**SMALL, "dropout": 0.0}.items() if name in fields})
+    given = {name: value for name, value in {**SMALL, "dropout": 0.0}.items() if name in fields}
+    return spec(**given, **ALSO.get(model, {}))
 
 
 def build(kind: type[GenerationModel], seed: int = 0) -> GenerationModel:

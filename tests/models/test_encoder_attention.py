@@ -37,7 +37,11 @@ PAIRS = list(zip(SOURCES, [[30, 31], [32], [33, 33, 34, 35], [36, 37], [38]], st
 LABELS = [[1, 0, 1, 0], [1, 0], [1, 0, 0, 2, 0, 0, 0, 1, 0, 0], [1, 1, 0], [0, 0, 0, 0, 1, 0]]
 each = pytest.mark.parametrize(
     ("kind", "attention"),
-    [(kind, name) for kind in ("autoregressive", "ctc", "refinement", "mask_predict", "nat") for name in ATTENTION],
+    [
+        (kind, name)
+        for kind in ("autoregressive", "ctc", "dag", "refinement", "mask_predict", "nat")
+        for name in ATTENTION
+    ],
 )
 
 
@@ -46,7 +50,9 @@ def configuration(directory: Path, kind: str, attention: str) -> specs.RunSpec:
     reads = [f"encoder_attention = [{ATTENTION[attention]}]"]
     if kind == "ctc":
         reads.append(f"refiner_attention = [{ATTENTION[attention]}]")
-    if kind in ("refinement", "mask_predict") and "external" not in attention:
+    if kind == "dag":
+        reads.append("upsample = 2")
+    if kind in ("dag", "refinement", "mask_predict") and "external" not in attention:
         reads.append(f"decoder_attention = [{ATTENTION[attention]}]")
     lines = [
         '[data]\npath = "nowhere"\n[model]',

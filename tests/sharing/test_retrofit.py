@@ -58,7 +58,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["autoregressive", "ctc", "mask_predict", "nat", "refinement"])
+@pytest.mark.parametrize("kind", ["autoregressive", "ctc", "dag", "mask_predict", "nat", "refinement"])
 def test_layers_that_read_alike_say_the_same_when_they_share(tiny_spec, kind):
     maps = OTHERS.get(kind, {**MAPS, "shared_of_cross": "weights"})
     old, new = without_scores(model(tiny_spec, kind)), model(tiny_spec, kind, **maps)
@@ -75,7 +75,7 @@ def test_layers_that_read_alike_say_the_same_when_they_share(tiny_spec, kind):
 
 
 @pytest.mark.parametrize("shared", ["weights", "context", "output"])
-@pytest.mark.parametrize("kind", ["autoregressive", "mask_predict", "nat", "refinement"])
+@pytest.mark.parametrize("kind", ["autoregressive", "dag", "mask_predict", "nat", "refinement"])
 def test_what_was_shared_is_what_each_layer_then_has(tiny_spec, kind, shared):
     maps = {**OTHERS.get(kind, MAPS), "shared_of_cross": shared}
     together, alone = model(tiny_spec, kind, **maps), model(tiny_spec, kind)

@@ -8,17 +8,19 @@ from hasten.models.autoregressive import Autoregressive, AutoregressiveSpec
 from hasten.models.base import GenerationModel
 from hasten.models.classifier import Classifier, ClassifierSpec
 from hasten.models.ctc import CTC, CTCSpec
+from hasten.models.dag import DAG, DAGSpec
 from hasten.models.mask_predict import MaskPredict, MaskPredictSpec
 from hasten.models.nat import NAT, NATSpec
 from hasten.models.refinement import Refinement, RefinementSpec
 
-MODELS = (Autoregressive, CTC, MaskPredict, NAT, Refinement)
+MODELS = (Autoregressive, CTC, DAG, MaskPredict, NAT, Refinement)
 ModelSpec = Annotated[
-    AutoregressiveSpec | CTCSpec | MaskPredictSpec | NATSpec | RefinementSpec, Field(discriminator="kind")
+    AutoregressiveSpec | CTCSpec | DAGSpec | MaskPredictSpec | NATSpec | RefinementSpec, Field(discriminator="kind")
 ]
 
 __all__ = [
     "CTC",
+    "DAG",
     "MODELS",
     "NAT",
     "Autoregressive",
@@ -26,6 +28,7 @@ __all__ = [
     "CTCSpec",
     "Classifier",
     "ClassifierSpec",
+    "DAGSpec",
     "GenerationModel",
     "MaskPredict",
     "MaskPredictSpec",

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hasten.errors import UserError
-from hasten.models import CTC, NAT, Autoregressive, GenerationModel, MaskPredict, Refinement
+from hasten.models import CTC, DAG, NAT, Autoregressive, GenerationModel, MaskPredict, Refinement
 from hasten.nn.sharing import Shared, SourceMap
 from hasten.spec import RunSpec
 
@@ -49,7 +49,7 @@ def sites(model: GenerationModel) -> list[Site]:
     if isinstance(model, Refinement):
         names = [f"decoders.{number}" for number in range(len(model.decoders))]
         decoders: list[tuple[str, Any]] = list(zip(names, model.decoders, strict=True))
-    elif isinstance(model, Autoregressive | MaskPredict | NAT):
+    elif isinstance(model, Autoregressive | DAG | MaskPredict | NAT):
         decoders = [("decoder", model.decoder)]
     else:
         raise UserError(f"{type(model).__name__} has no layers that could share attention")
@@ -97,7 +97,7 @@ def retrofit(old: GenerationModel, new: GenerationModel, matching: Matching | No
     two decoders share alike (refinement), both are put in the order that was found in the second.
     """
     weights = dict(old.state_dict())
-    assert isinstance(old, Autoregressive | CTC | MaskPredict | NAT | Refinement)
+    assert isinstance(old, Autoregressive | CTC | DAG | MaskPredict | NAT | Refinement)
     n_heads, d_model = old.spec.n_heads, old.spec.d_model
     for before, after in zip(sites(old), sites(new), strict=True):
         layers = range(len(before.plan.sources))
