@@ -10,3 +10,6 @@ class MissingExtra(UserError):
 
     def __init__(self, package: str, extra: str):
         super().__init__(f"{package} is not installed; run: pip install 'hasten[{extra}]'")
+
+
+NOT_FINITE = "the model's scores are not numbers (NaN): its weights are too large; train again with a lower rate"

@@ -1,16 +1,26 @@
 """A trained model with its tokenizer: text in, text out."""
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hasten.data.batch import group_by_tokens, source_batch
-from hasten.data.segment import segment
+from hasten.data.batch import source_batch
+from hasten.data.grouping import group_by_tokens
+from hasten.data.parts import (
+    FEWEST_SOURCE_TOKENS,
+    Candidate,
+    LineTooLong,
+    OnLong,
+    Part,
+    checked,
+    cut,
+    of_lines,
+    text_of,
+)
 from hasten.data.tokenizer import Tokenizer
 from hasten.decoding.beam import Hypothesis, StepModel, beam_search, length_normalised
 from hasten.decoding.frame import Frame
@@ -23,10 +33,7 @@ from hasten.pretrained import resolve
 from hasten.spec import RunSpec
 from hasten.training import checkpoint
 
-OnLong = Literal["split", "error"]
-_FEWEST_SOURCE_TOKENS = 16  # so that every single character fits, spelt as bytes
-
-_LINE_BREAKS = str.maketrans("\r\n", "  ")
+__all__ = ["Candidate", "LineTooLong", "NBestModel", "OnLong", "Translator", "load"]
 
 
 def load(name: str | Path, device: str = "cpu", *, decoding: Sequence[str] = ()) -> "Translator":
@@ -44,36 +51,7 @@ def load(name: str | Path, device: str = "cpu", *, decoding: Sequence[str] = ())
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"device {device!r} cannot be used here (try cpu, cuda or mps): {reason}") from error
-    return Translator(lay_out(model), tokenizer, spec, directory, max(_FEWEST_SOURCE_TOKENS, spec.data.max_tokens))
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A possible translation.
-
-    log_prob: log probability of the decisions that made it. For an autoregressive model log p(tokens | source), the end
-    symbol included; for CTC by beam search the sum over all its paths, without a beam that of the best frames.
-    score ranks the candidates of a line: the mean of log_prob over the tokens, for CTC by beam search log_prob itself.
-    Where a rescorer judged, both are that model's.
-    A line that was split has the sum of the log_probs and the mean of the scores of its parts.
-    """
-
-    text: str
-    score: float
-    log_prob: float
-
-
-class LineTooLong(UserError):
-    """A line has more pieces than the model takes; `index` counts the lines given from 0."""
-
-    def __init__(self, index: int, n_tokens: int, allowed: int, *, first_line: int = 1):
-        self.index, self.n_tokens, self.allowed = index, n_tokens, allowed
-        advice = "shorten it or let it be split (on_long: split)"
-        super().__init__(f"line {first_line + index} has {n_tokens} pieces, the model takes {allowed}; {advice}")
-
-    def counted_from(self, first_line: int) -> "LineTooLong":
-        """The same error where the first of the lines has this number."""
-        return LineTooLong(self.index, self.n_tokens, self.allowed, first_line=first_line)
+    return Translator(lay_out(model), tokenizer, spec, directory, max(FEWEST_SOURCE_TOKENS, spec.data.max_tokens))
 
 
 @runtime_checkable
@@ -83,13 +61,6 @@ class NBestModel(Protocol):
     def candidates(self, memory: Memory, *, beam: int, n_best: int) -> list[list[Hypothesis]]:
         """The best outputs of every row, best first."""
         ...
-
-
-class _Part(NamedTuple):
-    """What is decoded at once: a line, or a part of a long one."""
-
-    line: int
-    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -107,8 +78,8 @@ class Translator:
     max_source_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if self.max_source_tokens < _FEWEST_SOURCE_TOKENS:
-            raise UserError(f"max_source_tokens is {self.max_source_tokens}, allowed {_FEWEST_SOURCE_TOKENS} or more")
+        if self.max_source_tokens < FEWEST_SOURCE_TOKENS:
+            raise UserError(f"max_source_tokens is {self.max_source_tokens}, allowed {FEWEST_SOURCE_TOKENS} or more")
 
     @property
     def device(self) -> torch.device:
@@ -156,10 +127,8 @@ class Translator:
             raise UserError(f"batch_tokens is {batch_tokens}, allowed 1 or more")
         if rescorer is not None:
             rescorer._scoring()
-        lines = _checked(lines)
+        lines = checked(lines)
         parts = self._parts(lines, on_long)
-        results = [[Candidate("", 0.0, 0.0)] for _ in lines]
-        n_parts = [0] * len(lines)
         decoded: list[list[Candidate]] = [[] for _ in parts]
         wanted = n_best if rescorer is None else beam
         for group in group_by_tokens([len(part.ids) + 1 for part in parts], max(1, batch_tokens // beam)):
@@ -168,13 +137,7 @@ class Translator:
                 decoded[i] = self._candidates(hypotheses)
         if rescorer is not None:
             decoded = rescorer._rescored([self.tokenizer.decode(part.ids) for part in parts], decoded, batch_tokens)
-        for part, found in zip(parts, decoded, strict=True):
-            joined = _join(results[part.line], found[:n_best], n_best)
-            results[part.line], n_parts[part.line] = joined, n_parts[part.line] + 1
-        return [
-            [Candidate(c.text, c.score / max(1, n), c.log_prob) for c in line]
-            for line, n in zip(results, n_parts, strict=True)
-        ]
+        return of_lines(len(lines), parts, decoded, n_best)
 
     def score(self, sources: Iterable[str], targets: Iterable[str], *, batch_tokens: int = 4096) -> list[float]:
         """Of every target the mean log probability of a token given its source, the end symbol counted.
@@ -182,7 +145,7 @@ class Translator:
         Texts are scored as they are, however long. Raises `UserError` for models that do not give it in one pass (one-
         pass models marginalise over alignments), and where there are not as many targets as sources.
         """
-        texts = _checked(sources), _checked(targets)
+        texts = checked(sources), checked(targets)
         if len(texts[0]) != len(texts[1]):
             raise UserError(f"{len(texts[0])} sources and {len(texts[1])} targets; give as many of each")
         return [mean for _, mean in self._judge(*texts, batch_tokens)]
@@ -213,7 +176,7 @@ class Translator:
 
     def trace(self, line: str) -> list[Frame]:
         """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""
-        parts = self._parts(_checked([line]), "split")
+        parts = self._parts(checked([line]), "split")
         return list(refine(self.model, *self._batch(parts))) if parts else []
 
     def read(self, frames: Iterable[Frame]) -> str:
@@ -223,27 +186,13 @@ class Translator:
         found = [self._candidates([_greedy(decoded)])[0] for decoded in final(rows, n_parts)]
         return " ".join(part.text for part in found if part.text)
 
-    def _parts(self, lines: Sequence[str], on_long: OnLong) -> list[_Part]:
+    def _parts(self, lines: Sequence[str], on_long: OnLong) -> list[Part]:
         """The ids to decode: none for a line without text, several for a long one."""
-        if on_long not in ("split", "error"):
-            raise UserError(f"on_long is {on_long!r}; allowed: split, error")
         if self.model.training:
             raise UserError("the model is in training mode, where dropout is at work; call model.eval() first")
-        parts = []
-        for i, line in enumerate(lines):
-            ids = self.tokenizer.encode(line.strip())
-            if ids and len(ids) <= self.max_source_tokens:
-                parts.append(_Part(i, ids))
-            elif ids and on_long == "error":
-                raise LineTooLong(i, len(ids), self.max_source_tokens)
-            elif ids:
-                parts += [_Part(i, self.tokenizer.encode(text)) for text in segment(line, self._fits)]
-        return parts
+        return cut(lines, self.tokenizer, self.max_source_tokens, on_long)
 
-    def _fits(self, text: str) -> bool:
-        return len(self.tokenizer.encode(text)) <= self.max_source_tokens
-
-    def _batch(self, parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
+    def _batch(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         source, mask = source_batch([part.ids for part in parts])
         return source.to(self.device), mask.to(self.device)
 
@@ -270,31 +219,11 @@ class Translator:
         """Texts of hypotheses; of those that read the same the best one stays."""
         found: dict[str, Candidate] = {}
         for tokens, log_prob, score in hypotheses:
-            text = self.tokenizer.decode(self.model.output_ids(tokens)).translate(_LINE_BREAKS).strip()
+            text = text_of(self.tokenizer, self.model.output_ids(tokens))
             found.setdefault(text, Candidate(text, score, log_prob))
         return list(found.values())
-
-
-def _checked(lines: Iterable[str]) -> list[str]:
-    """The lines as a list; `UserError` where they are something else."""
-    if isinstance(lines, str | bytes | Mapping | Set) or not isinstance(lines, Iterable):
-        kind = "one string" if isinstance(lines, str) else f"of type {type(lines).__name__}"
-        raise UserError(f"lines is {kind}; give a list of lines: translate([text])")
-    checked = list(lines)
-    for i, line in enumerate(checked):
-        if not isinstance(line, str):
-            raise UserError(f"lines[{i}] is {line!r:.60}, of type {type(line).__name__}; every line must be a string")
-    return checked
 
 
 def _greedy(decoded: Decoded) -> Hypothesis:
     log_prob = sum(decoded.scores, 0.0)
     return Hypothesis(decoded.tokens, log_prob, length_normalised(log_prob, len(decoded.tokens)))
-
-
-def _join(done: Sequence[Candidate], part: Sequence[Candidate], n_best: int) -> list[Candidate]:
-    """The `n_best` combinations of a line so far with its next part, by the sum of the scores."""
-    pairs = [
-        Candidate(f"{a.text} {b.text}".strip(), a.score + b.score, a.log_prob + b.log_prob) for a in done for b in part
-    ]
-    return heapq.nlargest(n_best, pairs, key=lambda candidate: candidate.score)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data.batch import endless_batches, epoch_batches, group_by_tokens, pad, pair_batch, source_batch
+from hasten.data.batch import endless_batches, epoch_batches, pad, pair_batch, source_batch
+from hasten.data.grouping import group_by_tokens
 from hasten.data.tokenizer import EOS, PAD
 
 lengths = st.lists(st.integers(0, 30), max_size=50)

@@ -1,4 +1,4 @@
-"""Padded batches, and length-bucketed grouping of pairs by their number of tokens."""
+"""Padded batches of tensors, and the batches of an epoch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasten.data.grouping import group_by_tokens
 from hasten.data.tokenizer import EOS, PAD
 
 Pair = tuple[list[int], list[int]]
@@ -54,20 +55,6 @@ def pair_batch(pairs: Sequence[Pair], fertilities: Sequence[Sequence[int]] | Non
     labels, labelled = pad(fertilities, filler=0)
     assert torch.equal(labelled, source[1]), "a label a source token, and one for its end"
     return Batch(*source, *target, labels)
-
-
-def group_by_tokens(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices in groups of similar length whose padded size (rows x longest) stays within `batch_tokens`.
-
-    A single item longer than `batch_tokens` forms a group of its own. Ties keep the order of the input.
-    """
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if groups and (len(groups[-1]) + 1) * lengths[i] <= batch_tokens:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
 
 
 def epoch_batches(pairs: Sequence[Pair], batch_tokens: int, generator: torch.Generator) -> list[list[int]]:

@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hasten.data.tokenizer import BOS, EOS
-from hasten.decoding.frame import NOT_FINITE
-from hasten.errors import UserError
+from hasten.errors import NOT_FINITE, UserError
 
 if TYPE_CHECKING:
     from hasten.models.base import Memory

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hasten.data.tokenizer import PAD
 
-NOT_FINITE = "the model's scores are not numbers (NaN): its weights are too large; train again with a lower rate"
 EditKind = Literal["append", "insert", "delete", "fill", "mask", "collapse"]
 
 

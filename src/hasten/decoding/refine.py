@@ -8,8 +8,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hasten.data.tokenizer import PAD
-from hasten.decoding.frame import NOT_FINITE, Frame
-from hasten.errors import UserError
+from hasten.decoding.frame import Frame
+from hasten.errors import NOT_FINITE, UserError
 from hasten.models.base import Canvas, Drafting, GenerationModel, Memory
 
 

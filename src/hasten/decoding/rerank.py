@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hasten.data.batch import Pair, group_by_tokens, pair_batch
+from hasten.data.batch import Pair, pair_batch
+from hasten.data.grouping import group_by_tokens
 from hasten.decoding.beam import length_normalised
-from hasten.decoding.frame import NOT_FINITE
-from hasten.errors import UserError
+from hasten.errors import NOT_FINITE, UserError
 from hasten.models.base import Scoring
 
 

@@ -15,8 +15,7 @@ from hasten.data.tokenizer import BLANK, PAD, SPECIAL_IDS
 from hasten.decoding.beam import Hypothesis
 from hasten.decoding.ctc_beam import collapse_scored, prefix_beam_search
 from hasten.decoding.ctc_loss import best_alignment, ctc_loss, frames_needed
-from hasten.decoding.frame import NOT_FINITE
-from hasten.errors import UserError
+from hasten.errors import NOT_FINITE, UserError
 from hasten.fields import Depth, DepthOrNone, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.nn.dropout import Dropout

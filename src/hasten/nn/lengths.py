@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hasten.decoding.frame import NOT_FINITE
-from hasten.errors import UserError
+from hasten.errors import NOT_FINITE, UserError
 from hasten.nn.loss import LossTerm
 
 LengthForm = Literal["offset", "absolute"]

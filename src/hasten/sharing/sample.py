@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from hasten.data.batch import Batch, Pair, group_by_tokens, pair_batch
+from hasten.data.batch import Batch, Pair, pair_batch
+from hasten.data.grouping import group_by_tokens
 from hasten.data.tokenizer import Tokenizer
 
 

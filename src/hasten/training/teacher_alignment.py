@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hasten.attention.base import Operator
 from hasten.data.alignment import apportion
-from hasten.data.batch import Batch, Pair, group_by_tokens, pair_batch
+from hasten.data.batch import Batch, Pair, pair_batch
+from hasten.data.grouping import group_by_tokens
 from hasten.errors import UserError
 from hasten.models import Autoregressive, GenerationModel
 

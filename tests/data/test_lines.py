@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.cli.lines import Chunk, read_chunks
+from hasten.data.lines import Chunk, read_chunks
 from hasten.errors import UserError
 
 
