@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
@@ -13,12 +14,14 @@ import typer
 
 from hasten.cli.files import check_distinct
 from hasten.cli.limits import MOST_THREADS
-from hasten.cli.lines import Chunk, read_chunks
+from hasten.data.lines import Chunk, read_chunks
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
-    from hasten.translator import Candidate, Translator
+    from hasten.data.parts import Candidate
+    from hasten.translator import Translator
 
+_BATCH_TOKENS = 4096
 Model = Annotated[str, typer.Option(help="Bundled name, run directory or Hugging Face hub id.", show_default=False)]
 
 
@@ -41,7 +44,16 @@ def translate(
         ),
     ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Write score, tab, text.")] = False,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Padded source pieces times beam at once.")] = 4096,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="Padded source pieces times beam at once; default: 4096, for onnx 1024."
+        ),
+    ] = None,
+    runtime: Annotated[
+        Literal["torch", "onnx"],
+        typer.Option(help="What computes. onnx: without PyTorch, a directory by `hasten export --to onnx`."),
+    ] = "torch",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(min=1, max=MOST_THREADS, show_default=False, help="CPU threads; default: all.")
@@ -70,6 +82,9 @@ def translate(
     numbers of the pieces that are less probable than --confidence), done. A file name that ends in .txt gets the same
     to read: a line for every edit, what is unsure in [brackets].
 
+    --runtime onnx translates with a model that `hasten export --to onnx` wrote, in ONNX Runtime and without PyTorch:
+    greedily, with the same outputs.
+
     Example: hasten translate --model en-de-teacher --beam 4 < english.txt > german.txt
     """
     width = beam or nbest or 1
@@ -79,14 +94,35 @@ def translate(
         raise UserError("--trace follows a single translation; leave out --beam and --nbest")
     if rescorer is not None and width == 1:
         raise UserError("--rescorer has one output to choose from; widen --beam")
+    if runtime == "onnx":
+        _only_torch(
+            {
+                "--beam": width > 1,
+                "--nbest": nbest is not None,
+                "--decoding": bool(decoding),
+                "--trace": trace is not None,
+                "--device": device != "cpu",
+            }
+        )
     check_distinct(read={"--input": input}, written={"--output": output, "--trace": trace})
     with ExitStack() as files:
         source = _stdin() if input is None else files.enter_context(_open(input, "rb"))
-        translator = _load(model, device, threads, decoding or [])
-        judge = None if rescorer is None else _load(rescorer, device, threads, [])
+        if runtime == "onnx":
+            translator, search = None, _onnx_search(model, threads, batch_tokens, on_long)
+        else:
+            translator = _load(model, device, threads, decoding or [])
+            judge = None if rescorer is None else _load(rescorer, device, threads, [])
+            search = partial(
+                translator.candidates,
+                beam=width,
+                n_best=nbest or 1,
+                rescorer=judge,
+                batch_tokens=batch_tokens or _BATCH_TOKENS,
+                on_long=on_long,
+            )
         target = _Sink("stdout", sys.stdout.buffer) if output is None else _Sink.open(output, files)
         log = None if trace is None else _Sink.open(trace, files)
-        job = _Job(translator, width, nbest, judge, scores, batch_tokens, on_long, log, confidence)
+        job = _Job(search, translator, nbest, scores, log, confidence)
         for chunk in read_chunks(source.fileno(), "stdin" if input is None else str(input)):
             for lines in job.outputs(chunk):
                 target.write(lines)
@@ -121,39 +157,25 @@ class _Sink:
 class _Job:
     """One run of the verb."""
 
-    translator: "Translator"
-    beam: int
+    search: "Callable[[Sequence[str]], list[list[Candidate]]]"
+    translator: "Translator | None"
     nbest: int | None
-    rescorer: "Translator | None"
     scores: bool
-    batch_tokens: int
-    on_long: Literal["split", "error"]
     log: _Sink | None
     confidence: float
 
     def outputs(self, chunk: Chunk) -> Iterator[list[str]]:
         """Output lines; a long line that is to be refused raises after the lines before it."""
-        from hasten.translator import LineTooLong
+        from hasten.data.parts import answered
 
-        try:
-            yield self._results(chunk)
-        except LineTooLong as error:
-            yield self._results(Chunk(chunk.first, chunk.lines[: error.index]))
-            raise error.counted_from(chunk.first) from None
+        return answered(chunk.first, chunk.lines, lambda lines: self._results(chunk.first, lines))
 
-    def _results(self, chunk: Chunk) -> list[str]:
-        found = self.translator.candidates(
-            chunk.lines,
-            beam=self.beam,
-            n_best=self.nbest or 1,
-            rescorer=self.rescorer,
-            batch_tokens=self.batch_tokens,
-            on_long=self.on_long,
-        )
+    def _results(self, first: int, lines: Sequence[str]) -> list[str]:
+        found = self.search(lines)
         if self.log is not None:
-            for i, line in enumerate(chunk.lines):
-                self.log.write(self._trace(chunk.first + i, line))
-        return [self._format(chunk.first + i, candidate) for i, line in enumerate(found) for candidate in line]
+            for i, line in enumerate(lines):
+                self.log.write(self._trace(first + i, line))
+        return [self._format(first + i, candidate) for i, line in enumerate(found) for candidate in line]
 
     def _format(self, number: int, candidate: "Candidate") -> str:
         columns = [str(number)] if self.nbest else []
@@ -161,6 +183,7 @@ class _Job:
         return "\t".join([*columns, candidate.text])
 
     def _trace(self, number: int, line: str) -> Iterator[str]:
+        assert self.translator is not None
         pieces = self.translator.tokenizer.pieces()
         for frame in self.translator.trace(line):
             for record in frame.records(pieces, self.confidence):
@@ -175,6 +198,21 @@ class _Job:
         pieces = [f"[{piece}]" if i in unsure else piece for i, piece in enumerate(record["pieces"])]
         place = f"{record['line']}.{record['part']}" if record["part"] else str(record["line"])
         return f"{place}\t{record['iteration']} {record['kind']}\t{' '.join(pieces)}"
+
+
+def _only_torch(given: dict[str, bool]) -> None:
+    """Refuse options that --runtime onnx has no use for."""
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise UserError(f"--runtime onnx decodes greedily on a CPU: leave out {', '.join(found)}, or --runtime")
+
+
+def _onnx_search(
+    model: str, threads: int | None, batch_tokens: int | None, on_long: Literal["split", "error"]
+) -> "Callable[[Sequence[str]], list[list[Candidate]]]":
+    from hasten.runtime.translator import BATCH_TOKENS, load
+
+    translator = load(model, threads=threads or 0)
+    return partial(translator.candidates, batch_tokens=batch_tokens or BATCH_TOKENS, on_long=on_long)
 
 
 def _load(model: str, device: str, threads: int | None, decoding: Sequence[str]) -> "Translator":

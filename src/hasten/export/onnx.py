@@ -1,0 +1,92 @@
+"""Models as directories for ONNX Runtime, which `hasten.runtime` decodes with: no PyTorch is needed there."""
+
+from pathlib import Path
+
+from hasten.data.tokenizer import Tokenizer
+from hasten.errors import UserError
+from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
+from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs
+from hasten.models.autoregressive import Autoregressive
+from hasten.models.base import GenerationModel
+from hasten.models.ctc import CTC
+from hasten.runtime.settings import SETTINGS, Settings
+
+GRAPHS: dict[str, type[Graph]] = {"float32": Float32Graph, "int8": Int8Graph}
+_FILES = ("encoder.onnx", "output.onnx", "step.onnx", SETTINGS)
+_OTHERS = ("tokenizer.model", "README.md", "certificate.json")
+
+
+def check_holdable(model: GenerationModel) -> Autoregressive | CTC:
+    """The model, where it can be written: CTC or autoregressive, every layer with full attention; else `UserError`."""
+    holds = "ONNX holds ctc and autoregressive models with full attention, shared between layers or not"
+    kind = getattr(getattr(model, "spec", None), "kind", type(model).__name__)
+    if not isinstance(model, Autoregressive | CTC):
+        raise UserError(f"cannot export a model of kind {str(kind)!r}: {holds}; distil a ctc student from it instead")
+    for name in ("encoder_attention", "decoder_attention", "cross_attention", "refiner_attention"):
+        other = sorted({str(layer.kind) for layer in getattr(model.spec, name, ())} - {"full"})
+        if other:
+            raise UserError(f"cannot export {name} of kind {', '.join(other)}: {holds}")
+    return model
+
+
+def export(
+    model: GenerationModel,
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    *,
+    max_source_tokens: int,
+    compute: str = "float32",
+    force: bool = False,
+) -> Path:
+    """Write `model` as a directory for `hasten.runtime`; returns the directory.
+
+    max_source_tokens: the longest source; lines with more are split as `Translator` splits them. compute: "float32" or
+    "int8". Raises `UserError` for a model that cannot be written or a directory in the way, `MissingExtra` without
+    onnx. It certifies nothing: see `hasten.export.onnx_certificate`.
+    """
+    directory = Path(directory)
+    if compute not in GRAPHS:
+        raise UserError(f"compute {compute!r} is unknown; choose one of {', '.join(GRAPHS)}")
+    own = check_holdable(model)
+    onnx = onnx_package()
+    _make_room(directory, force)
+    graph, longest = GRAPHS[compute], max_source_tokens + 1  # the end symbol
+    graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else autoregressive_graphs(graph, own, longest)
+    upsample = own.spec.upsample if isinstance(own, CTC) else 1
+    parameters = sum(parameter.numel() for parameter in own.parameters())
+    settings = Settings(own.spec.kind, compute, max_source_tokens, upsample, parameters)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, graph in graphs.items():
+            onnx.save_model(graph, directory / name)
+        tokenizer.save(directory / "tokenizer.model")
+        settings.write(directory)
+        (directory / "README.md").write_text(_usage(compute), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {directory}: {error.strerror}; give another --out, or --force later") from error
+    return directory
+
+
+def _make_room(directory: Path, force: bool) -> None:
+    """Refuse a directory in use; with `force` remove an exported model, and never anything else."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; give a directory that --out may write")
+    found = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    if found and not force:
+        raise UserError(f"{directory} is not empty; choose another --out or give --force")
+    if found and (not found <= {*_FILES, *_OTHERS} or not found & set(_FILES)):
+        raise UserError(f"{directory} holds something else than an ONNX model of hasten; it is not overwritten")
+    for name in found:
+        (directory / name).unlink()
+
+
+def _usage(compute: str) -> str:
+    return f"""# A model for ONNX Runtime written by hasten ({compute})
+
+```bash
+echo "Open the file." | python -m hasten.runtime DIR
+```
+
+DIR is this directory. It needs the packages numpy, sentencepiece and onnxruntime, and the source of hasten, but no
+PyTorch. `certificate.json` says how the outputs were compared with those of the model it was made from.
+"""

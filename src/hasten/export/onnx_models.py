@@ -1,0 +1,210 @@
+"""The graphs of our models: what `encode`, one step of decoding, and the output layer compute."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hasten.attention.multihead import MultiHeadAttention
+from hasten.export.onnx_graph import MASKED, Graph, array
+from hasten.models.autoregressive import Autoregressive
+from hasten.models.ctc import CTC
+from hasten.nn.following import ReuseContext, ReuseOutput, ReuseWeights
+from hasten.nn.layers import FeedForward
+from hasten.nn.positions import sinusoids
+from hasten.nn.stack import Encoder
+
+
+def ctc_graphs(graph: type[Graph], model: CTC, longest: int) -> dict[str, Any]:
+    """encoder.onnx: sources of at most `longest` tokens to the states of their frames. output.onnx: states to logits.
+
+    The output layer stands alone so that it runs over real frames only, a few at a time.
+    """
+    g, spec = graph(), model.spec
+    frames_masked = g.input("frames_masked", "FLOAT", ["batch", 1, 1, "frames"])
+    x, sizes = _source(g, model, longest)
+    states = _encoder(g, model.encoder, x, sizes, MASKED, spec.n_heads)
+    frames = g.linear(states, model.upsample.weight, model.upsample.bias)
+    sizes = g.op("Mul", sizes, g.numbers(1, spec.upsample))
+    frames = g.op("Reshape", frames, g.concat(sizes, g.numbers(spec.d_model)))
+    x = _positioned(g, frames, sizes, spec.d_model, spec.upsample * longest)
+    g.output(_encoder(g, model.refiner, x, sizes, frames_masked, spec.n_heads), "states", ["rows", spec.d_model])
+    last = graph()
+    logits = last.linear(last.input("states", "FLOAT", ["rows", spec.d_model]), model.embedding.weight)
+    last.output(logits, "logits", ["rows", len(model.embedding.weight)])
+    return {"encoder.onnx": g.model("encoder"), "output.onnx": last.model("output")}
+
+
+def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: int) -> dict[str, Any]:
+    """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. step.onnx: a token more.
+
+    `memory_key_*` (B, H, D, S) and `memory_value_*` (B, H, S, D) are of the source, `past_*` (B, H, t, D) of the tokens
+    said, `next_*` the same after this one; only layers that compute them have them.
+    """
+    g, heads = graph(), (model.spec.n_heads, model.spec.d_model // model.spec.n_heads)
+    x, sizes = _source(g, model, longest)
+    states = _encoder(g, model.encoder, x, sizes, MASKED, model.spec.n_heads)
+    shape = g.concat(sizes, g.numbers(*heads))
+    kept: dict[str, list[str | int]] = {}
+    for number, layer in enumerate(model.decoder.layers):
+        for role, weight, bias in _over_memory(layer.get_submodule("cross_attention"), model.spec.d_model):
+            y, name = g.op("Reshape", g.linear(states, weight, bias), shape), f"memory_{role}_{number}"
+            kept[name] = _MEMORY[role][1](*heads)
+            g.output(g.transpose(y, *_MEMORY[role][0]), name, kept[name])
+    return {"encoder.onnx": g.model("encoder"), "step.onnx": _step_graph(graph(), model, kept, longest)}
+
+
+_MEMORY: dict[str, Any] = {
+    "key": ((0, 2, 3, 1), lambda heads, width: ["batch", heads, width, "length"]),
+    "value": ((0, 2, 1, 3), lambda heads, width: ["batch", heads, "length", width]),
+}
+"""The order of the axes (B, S, H, D), and the sizes then."""
+
+
+def _over_memory(attention: nn.Module, d_model: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """What a layer's attention over the encoder projects of its states: roles, weights and biases."""
+    roles = {MultiHeadAttention: ("key", "value"), ReuseWeights: ("value",)}.get(type(attention), ())
+    for number, role in enumerate(roles):
+        rows = slice((number - len(roles)) * d_model, (number - len(roles) + 1) * d_model or None)
+        bias: Any = attention.in_proj_bias
+        yield role, attention.in_proj_weight[rows], None if bias is None else bias[rows]  # type: ignore[index]
+
+
+def _source(g: Graph, model: Autoregressive | CTC, longest: int) -> tuple[str, str]:
+    """Embedded source tokens, one row below the other, and the vector (batch, length)."""
+    ids, d_model = g.input("source", "INT64", ["batch", "length"]), model.spec.d_model
+    g.input(MASKED, "FLOAT", ["batch", 1, 1, "length"])
+    sizes = g.op("Shape", ids)
+    x = g.op("Mul", g.rows(model.embedding.weight, ids), g.number(d_model**0.5))
+    return _positioned(g, x, sizes, d_model, longest), sizes
+
+
+def _positioned(g: Graph, x: str, sizes: str, d_model: int, longest: int) -> str:
+    """x (B, S, D) plus positions, its rows one below the other; sizes is the vector (B, S)."""
+    length = g.op("Slice", sizes, g.numbers(1), g.numbers(2))
+    positions = g.op("Slice", g.constant(array(sinusoids(longest, d_model))), g.numbers(0), length)
+    return g.reshape(g.op("Add", x, positions), -1, d_model)
+
+
+def _encoder(g: Graph, stack: Encoder, x: str, sizes: str, masked: str, n_heads: int) -> str:
+    """All layers over x (B S, D), and the final normalisation; sizes is the vector (B, S)."""
+    d_model = stack.norm.normalized_shape[0]
+    shape = g.concat(sizes, g.numbers(-1, n_heads, d_model // n_heads))
+    weights: dict[int, str] = {}
+    for number, layer in enumerate(stack.layers):
+        attention: Any = layer.get_submodule("self_attention")
+        projected = g.linear(g.norm(x, layer.get_submodule("self_norm")), *_projection(attention))
+        parts = g.transpose(g.op("Reshape", projected, shape), 2, 0, 3, 1, 4)  # (roles, B, H, S, D)
+        if isinstance(attention, MultiHeadAttention):
+            q, k, parts = g.split(parts, 3, 0)
+            scores = g.op("MatMul", _scaled(g, q, d_model // n_heads), g.transpose(k, 0, 1, 2, 4, 3))
+            weights[number] = g.op("Softmax", g.op("Add", scores, masked), attributes={"axis": -1})
+        context = g.op("MatMul", weights[stack.plan.sources[number]], parts)
+        context = g.reshape(g.transpose(context, 0, 1, 3, 2, 4), -1, d_model)
+        x = g.op("Add", x, g.linear(context, attention.out_proj.weight, attention.out_proj.bias))
+        x = _fed_forward(g, x, layer)
+    return g.norm(x, stack.norm)
+
+
+def _projection(attention: Any) -> tuple[Tensor, Tensor | None]:
+    return attention.in_proj_weight, attention.in_proj_bias
+
+
+def _scaled(g: Graph, q: str, width: int) -> str:
+    return g.op("Mul", q, g.number(width**-0.5))
+
+
+def _fed_forward(g: Graph, x: str, layer: nn.Module) -> str:
+    """x plus the feed-forward network of its normalised rows."""
+    feed_forward = layer.get_submodule("feed_forward")
+    assert isinstance(feed_forward, FeedForward)
+    inner, outer = feed_forward.inner, feed_forward.outer
+    hidden = g.op("Relu", g.linear(g.norm(x, layer.get_submodule("feed_forward_norm")), inner.weight, inner.bias))
+    return g.op("Add", x, g.linear(hidden, outer.weight, outer.bias))
+
+
+def _step_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]], longest: int) -> Any:
+    """One token more for every row: logits, and the keys and values of the tokens so far."""
+    d_model = model.spec.d_model
+    last, position = g.input("last", "INT64", ["batch"]), g.input("position", "INT64", [1])
+    g.input(MASKED, "FLOAT", ["batch", 1, 1, "length"])
+    for name, shape in kept.items():
+        g.input(name, "FLOAT", shape)
+    x = g.op("Mul", g.rows(model.embedding.weight, last), g.number(d_model**0.5))
+    table = g.constant(array(sinusoids(2 * longest + 20, d_model)))
+    x = g.op("Add", x, g.op("Gather", table, position))
+    layers = _StepLayers(g, model.spec.n_heads, d_model)
+    for number, layer in enumerate(model.decoder.layers):
+        attention: Any = layer.get_submodule("self_attention")
+        normed = g.norm(x, layer.get_submodule("self_norm"))
+        x = g.op("Add", x, layers.over_past(number, model.decoder.plan.sources[number], attention, normed))
+        attention, source = layer.get_submodule("cross_attention"), model.decoder.cross_plan.sources[number]
+        normed = g.norm(x, layer.get_submodule("cross_norm")) if source == number else x
+        x = g.op("Add", x, layers.over_memory(number, source, attention, normed))
+        x = _fed_forward(g, x, layer)
+    g.output(g.linear(g.norm(x, model.decoder.norm), model.embedding.weight), "logits", ["batch", "vocabulary"])
+    return g.model("step")
+
+
+@dataclass
+class _StepLayers:
+    """The attention of a decoder's layers at one position, and what those that others use have left."""
+
+    g: Graph
+    n_heads: int
+    d_model: int
+    own: dict[int, str] = field(default_factory=dict)
+    """Weights over the past, by layer."""
+    cross: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    """Weights, context and output of attention over the source, by layer."""
+
+    def over_past(self, number: int, source: int, attention: Any, x: str) -> str:
+        """Self-attention of a layer at the new position, after its values (and keys) joined those so far."""
+        g, weight, bias = self.g, *_projection(attention)
+        parts = [g.linear(x, weight, bias)]
+        if source == number:
+            q, key, *parts = g.split(parts[0], 3, 1)
+            keys = self._joined("key", number, key)
+            scores = g.op("MatMul", _scaled(g, self._heads(q), self._width), g.transpose(keys, 0, 1, 3, 2))
+            self.own[number] = g.op("Softmax", scores, attributes={"axis": -1})
+        values = self._joined("value", number, parts[0])
+        context = g.reshape(g.op("MatMul", self.own[source], values), -1, self.d_model)
+        return g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
+
+    def over_memory(self, number: int, source: int, attention: Any, x: str) -> str:
+        """A layer's attention over the source: its own, or what it uses of another layer's."""
+        if isinstance(attention, ReuseOutput):
+            return self.cross[source][2]
+        g = self.g
+        weights = self.cross[source][0] if source != number else self._over_source(number, attention, x)
+        if isinstance(attention, ReuseContext):
+            context = self.cross[source][1]
+        else:
+            context = g.reshape(g.op("MatMul", weights, f"memory_value_{number}"), -1, self.d_model)
+        output = g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
+        if source == number:
+            self.cross[number] = weights, context, output
+        return output
+
+    def _over_source(self, number: int, attention: Any, x: str) -> str:
+        g, (weight, bias) = self.g, _projection(attention)
+        q = g.linear(x, weight[: self.d_model], None if bias is None else bias[: self.d_model])
+        scores = g.op("MatMul", _scaled(g, self._heads(q), self._width), f"memory_key_{number}")
+        return g.op("Softmax", g.op("Add", scores, MASKED), attributes={"axis": -1})
+
+    def _joined(self, role: str, number: int, new: str) -> str:
+        """What was so far and what is new, in the graph and as its output."""
+        shape = ["batch", self.n_heads, "said", self._width]
+        past = self.g.input(f"past_{role}_{number}", "FLOAT", shape)
+        joined = self.g.concat(past, self._heads(new), axis=2)
+        self.g.output(joined, f"next_{role}_{number}", ["batch", self.n_heads, "saying", self._width])
+        return joined
+
+    @property
+    def _width(self) -> int:
+        return self.d_model // self.n_heads
+
+    def _heads(self, x: str) -> str:
+        """(B, D) as (B, H, 1, D / H)."""
+        return self.g.reshape(x, -1, self.n_heads, 1, self._width)

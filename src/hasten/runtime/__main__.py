@@ -1,0 +1,57 @@
+"""`python -m hasten.runtime DIR`: lines in, lines out, without PyTorch and without the command line's packages."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from hasten.data.lines import read_chunks
+from hasten.data.parts import answered
+from hasten.errors import UserError
+from hasten.runtime.translator import BATCH_TOKENS, load
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was typed."""
+    parser = argparse.ArgumentParser(prog="python -m hasten.runtime", description="Translate lines of stdin to stdout.")
+    parser.add_argument("directory", help="written by: hasten export --to onnx")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: as ONNX Runtime thinks best")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="padded source pieces at once")
+    parser.add_argument("--on-long", choices=("split", "error"), default="split", help="what becomes of long lines")
+    parser.add_argument("--scores", action="store_true", help="write score, tab, text")
+    return parser.parse_args(given)
+
+
+def run(given: Sequence[str] | None = None) -> None:
+    """Translate stdin to stdout, each line as soon as it is ready."""
+    wanted = arguments(given)
+    if wanted.threads < 0:
+        raise UserError(f"--threads is {wanted.threads}, allowed 0 or more")
+    translator = load(wanted.directory, threads=wanted.threads)
+
+    def said(lines: Sequence[str]) -> str:
+        found = translator.candidates(lines, batch_tokens=wanted.batch_tokens, on_long=wanted.on_long)
+        return "".join((f"{one.score:.6f}\t" if wanted.scores else "") + one.text + "\n" for [one] in found)
+
+    for chunk in read_chunks(sys.stdin.fileno(), "stdin"):
+        for text in answered(chunk.first, chunk.lines, said):
+            sys.stdout.buffer.write(text.encode("utf-8"))
+            sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """`run`; a mistake is one line on stderr and exit 2."""
+    try:
+        run()
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

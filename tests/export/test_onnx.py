@@ -1,0 +1,274 @@
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hasten.data.batch import source_batch
+from hasten.data.tokenizer import EOS, Tokenizer
+from hasten.decoding.refine import final, refine
+from hasten.errors import MissingExtra, UserError
+from hasten.export import onnx_certificate
+from hasten.export.certificate import sentences
+from hasten.export.onnx import check_holdable, export
+from hasten.models.autoregressive import Autoregressive, AutoregressiveSpec
+from hasten.models.ctc import CTC, CTCSpec
+from hasten.models.nat import NATSpec
+from hasten.nn.layout import lay_out
+from hasten.runtime import engine
+from hasten.runtime.settings import Settings
+
+pytest.importorskip("onnx", reason="the extra onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
+
+LINES = sentences()
+ODD = ["x", "a", "😀 \u2581 zażółć", "word " * 40, "Open."]
+SIZES = {"d_model": 32, "n_heads": 4, "d_ff": 48, "dropout": 0.0, "encoder_layers": 2}
+SPECS = {
+    "ctc": CTCSpec(**SIZES, refiner_layers=2),
+    "ctc, three frames, one head": CTCSpec(**{**SIZES, "n_heads": 1}, refiner_layers=1, upsample=3),
+    "ctc, no refiner": CTCSpec(**SIZES, refiner_layers=0),
+    "ctc, shared": CTCSpec(**SIZES, refiner_layers=2, encoder_sharing=(1, 1), refiner_sharing=(1, 1)),
+    "autoregressive": AutoregressiveSpec(**SIZES, decoder_layers=2),
+    "12-1": AutoregressiveSpec(**{**SIZES, "encoder_layers": 4}, decoder_layers=1),
+    **{
+        f"shared, {what}": AutoregressiveSpec(
+            **SIZES,
+            decoder_layers=4,
+            encoder_sharing=(1, 1),
+            decoder_sharing=(1, 1, 3, 1),
+            cross_sharing=(1, 1, 3, 3),
+            shared_of_cross=what,
+        )
+        for what in ("weights", "context", "output")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(LINES, 500)
+
+
+def build(tokenizer: Tokenizer, name: str) -> Autoregressive | CTC:
+    """Random weights whose outputs depend on the source: drawn wide, norms and biases too."""
+    torch.manual_seed(len(name))
+    model = SPECS[name].build(tokenizer.vocab_size).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+        if isinstance(model, Autoregressive):
+            model.embedding.weight[EOS] *= 2  # so that outputs end before their limit
+    return model
+
+
+def exported(model, tokenizer: Tokenizer, directory: Path, compute: str = "float32") -> engine.Engine:
+    export(model, tokenizer, directory, max_source_tokens=150, compute=compute)
+    return engine.load(directory, Settings.read(directory), 1)
+
+
+def decoded(model, sources: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    rows = final(refine(model, *source_batch(sources)), len(sources))
+    return [(model.output_ids(row.tokens), row.scores) for row in rows]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_runtime_says_what_pytorch_says_with_the_same_scores(tokenizer, tmp_path, name):
+    model = build(tokenizer, name)
+    peer = exported(model, tokenizer, tmp_path / "x")
+    sources = [tokenizer.encode(line) for line in [*LINES[:15], *ODD]]
+    expected, found = decoded(model, sources), peer.decode(sources)
+    assert [row.ids for row in found] == [ids for ids, _ in expected]
+    for row, (_, scores) in zip(found, expected, strict=True):
+        assert np.allclose(row.scores, scores, atol=1e-4)
+    assert len({tuple(row.ids) for row in found}) > 5, "outputs depend on the source"
+
+
+@pytest.mark.parametrize("name", ["ctc", "ctc, three frames, one head", "ctc, shared"])
+def test_logits_of_frames_are_those_of_pytorch(tokenizer, tmp_path, name):
+    model = build(tokenizer, name)
+    peer = exported(model, tokenizer, tmp_path / "x")
+    source, mask = source_batch([tokenizer.encode(line) for line in LINES[:5]])
+    real = mask.numpy()
+    frames = real.repeat(model.spec.upsample, 1)
+    inputs = {"source": source.numpy(), "masked": engine.masked(real), "frames_masked": engine.masked(frames)}
+    [states] = peer._encoder.run(None, inputs)
+    [logits] = peer._output.run(None, {"states": states})
+    with torch.no_grad():
+        memory = model.encode(source, mask)
+        expected = model.logits(memory.states, memory.mask).flatten(0, 1).numpy()
+    assert np.abs(logits - expected)[frames.ravel()].max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "shared, weights", "shared, context", "shared, output"])
+def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
+    model = build(tokenizer, name)
+    peer = exported(model, tokenizer, tmp_path / "x")
+    source, mask = source_batch([tokenizer.encode(line) for line in LINES[:5]])
+    state = peer._begin(source.numpy(), mask.numpy())
+    with torch.no_grad():
+        kept = model.begin(model.encode(source, mask))
+        for position in range(6):
+            last = torch.arange(5) + 20 * position + 10
+            x = model.positions(model.embedding(last[:, None]) * model.spec.d_model**0.5, position)
+            x, kept = model.decoder.step(x, kept)
+            expected = model.logits(x[:, 0]).numpy()
+            inputs = {"last": last.numpy(), "position": np.array([position])}
+            tensors = {name: peer._tensor(value) for name, value in inputs.items()}
+            logits, *past = peer._step.run_with_ort_values(peer._outputs, {**tensors, **state})
+            state |= dict(zip(peer._past, past, strict=True))
+            assert np.abs(logits.numpy() - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("compute", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["ctc", "autoregressive", "shared, output"])
+def test_a_batch_says_what_each_sentence_says_alone(tokenizer, tmp_path, name, compute):
+    peer = exported(build(tokenizer, name), tokenizer, tmp_path / "x", compute)
+    sources = [tokenizer.encode(line) for line in [*LINES[:12], *ODD]]
+    together = peer.decode(sources)
+    for source, row in zip(sources, together, strict=True):
+        [alone] = peer.decode([source])
+        assert alone.ids == row.ids
+        assert np.allclose(alone.scores, row.scores, atol=1e-4 if compute == "float32" else 0.2)
+
+
+@pytest.mark.parametrize("name", ["ctc", "autoregressive"])
+def test_integer_weights_are_a_quarter_and_stay_close(tokenizer, tmp_path, name):
+    model = build(tokenizer, name)
+    whole, small = (exported(model, tokenizer, tmp_path / c, c) for c in ("float32", "int8"))
+    sources = [tokenizer.encode(line) for line in LINES[:8]]
+    first = [[np.mean(row.scores) for row in peer.decode(sources)] for peer in (whole, small)]
+    assert np.allclose(*first, atol=0.5)
+    assert not np.allclose(*first, atol=1e-5)
+    positions = 4 * 32 * sum({"ctc": (151, 302), "autoregressive": (151, 322)}[name])
+    sizes = [sum(file.stat().st_size for file in (tmp_path / c).glob("*.onnx")) for c in ("float32", "int8")]
+    assert sizes[1] - positions < 0.6 * (sizes[0] - positions)
+
+
+def test_quantised_rows_are_within_half_a_step():
+    from hasten.export.onnx_graph import quantised
+
+    weight = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    weight[2] = 0
+    integers, scales = quantised(weight)
+    assert integers.dtype == np.uint8
+    assert np.abs((integers.astype(np.float32) - 128) * scales[:, None] - weight).max() <= 0.5001 * scales.max()
+    assert integers.min() >= 1, "127 on either side"
+    assert (integers[2] == 128).all()
+
+
+def test_the_certificate_of_a_right_export_is_valid_and_lies_beside_it(tokenizer, tmp_path):
+    for name in ("ctc", "autoregressive"):
+        model = build(tokenizer, name)
+        exported(model, tokenizer, tmp_path / name)
+        found = onnx_certificate.certify(model, tokenizer, tmp_path / name, ["", *LINES[:10]], ["", *LINES[:10]])
+        assert found.valid, str(found)
+        assert (found.sentences, found.identical, found.likeness) == (10, 10, pytest.approx(100))
+        assert found.bleu is not None
+        assert found.bleu[0] == found.bleu[1]
+        found.write(tmp_path / name)
+        said = json.loads((tmp_path / name / "certificate.json").read_text())
+        assert said["valid"] is True
+        assert said["largest_difference"] < 1e-4
+
+
+@pytest.mark.parametrize("name", ["ctc", "autoregressive"])
+def test_a_wrong_normalisation_epsilon_fails_the_certificate(tokenizer, tmp_path, name):
+    model = build(tokenizer, name)
+    right = model.encoder.norm.eps
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 1e-1
+    exported(model, tokenizer, tmp_path / "x")
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = right
+    found = onnx_certificate.certify(model, tokenizer, tmp_path / "x", LINES[:20])
+    assert not found.valid
+    assert str(found).startswith("NOT certified (float32): ")
+
+
+def test_a_tie_is_no_mismatch(tokenizer, tmp_path, monkeypatch):
+    model = build(tokenizer, "autoregressive")
+    exported(model, tokenizer, tmp_path / "x")
+    with torch.no_grad():  # of two equal rows the runtime takes the lower id, this model just the other
+        source = tokenizer.encode(LINES[0])
+        first = decoded(model, [source])[0][0][0]
+        other = first + 1 if first < 400 else first - 1
+        model.embedding.weight[other] = model.embedding.weight[first] * (1 + 1e-7)
+    exported_twin = tmp_path / "twin"
+    peer = exported(model, tokenizer, exported_twin)
+    with torch.no_grad():
+        swapped = {first: other, other: first}
+        log_probs = onnx_certificate._parting(model, peer, source, [first], [swapped[first]])
+    assert abs(log_probs) < 1e-4
+    assert onnx_certificate._parting(model, peer, source, [first], [first + 7]) > 1e-4
+
+
+def test_integer_weights_that_lose_too_much_are_refused():
+    kept = onnx_certificate.OnnxCertificate("int8", 200, 3000, 180, 0, 0.1, 96.0, (28.6, 28.4))
+    assert kept.valid
+    assert "180 of 200 outputs identical" in str(kept)
+    for likeness, bleu, problem in ((60.0, None, "against the outputs"), (96.0, (28.6, 27.0), "BLEU falls from 28.6")):
+        lost = onnx_certificate.OnnxCertificate("int8", 200, 3000, 180, 0, 0.1, likeness, bleu)
+        assert problem in str(lost)
+        assert not lost.valid
+    assert "nothing to compare" in str(onnx_certificate.OnnxCertificate("int8", 0, 0, 0, 0, 0.0, 0.0))
+
+
+def test_memory_layout_does_not_change_the_export(tokenizer, tmp_path):
+    exported(build(tokenizer, "ctc"), tokenizer, tmp_path / "rows")
+    exported(lay_out(build(tokenizer, "ctc")), tokenizer, tmp_path / "columns")
+    for name in ("encoder.onnx", "output.onnx"):
+        assert (tmp_path / "rows" / name).read_bytes() == (tmp_path / "columns" / name).read_bytes()
+
+
+def test_models_that_it_cannot_hold_are_refused(tokenizer):
+    with pytest.raises(UserError, match=r"kind 'nat'.*holds ctc and autoregressive"):
+        check_holdable(NATSpec(d_model=16, n_heads=2, d_ff=16).build(tokenizer.vocab_size))
+    model = build(tokenizer, "ctc")
+
+    class Other:
+        kind = "linear"
+
+    object.__setattr__(model, "spec", CTCSpec(**SIZES))
+    object.__setattr__(model.spec, "refiner_attention", (Other(),))
+    with pytest.raises(UserError, match="refiner_attention of kind linear"):
+        check_holdable(model)
+
+
+def test_a_directory_in_use_is_kept(tokenizer, tmp_path):
+    model, out = build(tokenizer, "ctc"), tmp_path / "x"
+    exported(model, tokenizer, out)
+    with pytest.raises(UserError, match="--force"):
+        export(model, tokenizer, out, max_source_tokens=150)
+    export(model, tokenizer, out, max_source_tokens=150, force=True)
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="not overwritten"):
+        export(model, tokenizer, out, max_source_tokens=150, force=True)
+    with pytest.raises(UserError, match="is a file"):
+        export(model, tokenizer, out / "thesis.txt", max_source_tokens=150, force=True)
+    with pytest.raises(UserError, match=r"'int3' is unknown.*int8"):
+        export(model, tokenizer, tmp_path / "y", max_source_tokens=150, compute="int3")
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
+def test_a_missing_package_names_its_extra(tokenizer, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=r"hasten\[onnx\]"):
+        exported(build(tokenizer, "ctc"), tokenizer, tmp_path / "x")
+
+
+def test_a_damaged_export_is_one_clear_error(tokenizer, tmp_path):
+    exported(build(tokenizer, "ctc"), tokenizer, tmp_path / "x")
+    with pytest.raises(UserError, match="no model for ONNX Runtime"):
+        Settings.read(tmp_path)
+    (tmp_path / "x" / "output.onnx").write_bytes(b"not a graph")
+    with pytest.raises(UserError, match=r"output\.onnx cannot be loaded"):
+        engine.load(tmp_path / "x", Settings.read(tmp_path / "x"))
+    for text, problem in (("{", "damaged"), ('{"format": 9}', "format 9"), ('{"format": 1}', "damaged")):
+        (tmp_path / "x" / "hasten.json").write_text(text)
+        with pytest.raises(UserError, match=problem):
+            Settings.read(tmp_path / "x")

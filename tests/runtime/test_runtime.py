@@ -1,0 +1,134 @@
+"""The runtime against the translator it stands in for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hasten
+from hasten.cli import main
+from hasten.decoding.ctc_beam import collapse_scored
+from hasten.errors import UserError
+from hasten.export.onnx import export
+from hasten.runtime import engine, load
+
+pytest.importorskip("onnx", reason="the extra onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
+
+LINES = ["kamo ti.", "", "lunsch\fre, \u2028mo!", " \t", "nul \x00 nul", "tire tire 😀 \u2581", "kamo ti.", "ti " * 400]
+KINDS = ("ctc", "autoregressive")
+LOADED = "print('LOADED', *[name for name in ('torch', 'jaxtyping', 'pydantic') if name in sys.modules])"
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny_run, tmp_path_factory):
+    """Of each kind the translator in PyTorch and the directory for ONNX Runtime."""
+    found = {}
+    for kind in KINDS:
+        translator, out = hasten.load(tiny_run(kind)), tmp_path_factory.mktemp(kind) / "x"
+        export(translator.model, translator.tokenizer, out, max_source_tokens=translator.max_source_tokens)
+        found[kind] = translator, out
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_tokens", [1, 1024])
+def test_translations_are_those_of_the_translator(pairs, kind, batch_tokens):
+    translator, out = pairs[kind]
+    runtime = load(out, threads=1)
+    assert runtime.translate(LINES, batch_tokens=batch_tokens) == translator.translate(LINES)
+    expected = translator.candidates(LINES)
+    for [ours], [theirs] in zip(runtime.candidates(LINES), expected, strict=True):
+        assert ours.score == pytest.approx(theirs.score, abs=1e-4)
+        assert ours.log_prob == pytest.approx(theirs.log_prob, rel=1e-4, abs=1e-3)
+    assert runtime.translate([]) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_is_refused_in_the_same_words(pairs, kind):
+    translator, out = pairs[kind]
+    runtime = load(out, threads=1)
+    for lines, options in ((["kamo", "ti " * 400], {"on_long": "error"}), (["x"], {"batch_tokens": 0}), (["x", 3], {})):
+        with pytest.raises(UserError) as ours:
+            runtime.translate(lines, **options)
+        with pytest.raises(UserError) as theirs:
+            translator.translate(lines, **options)
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_collapse_is_that_of_the_model():
+    generator = np.random.default_rng(1)
+    for length in (1, 2, 7, 30):
+        tokens, scores = generator.integers(4, 8, length), generator.standard_normal(length).astype(np.float32)
+        row = torch.from_numpy(tokens)[None], torch.from_numpy(scores)[None], torch.tensor([length])
+        expected = collapse_scored(*row, blank=5, pad=0)
+        assert engine.collapse(tokens, scores) == (expected.tokens[0].tolist(), expected.scores[0].tolist())
+
+
+def test_the_best_token_is_no_banned_one_and_the_lowest_of_equal_ones():
+    logits = np.array([[9.0, 1.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]], dtype=np.float32)
+    ids, scores = engine.best(logits, [0])
+    assert ids.tolist() == [1, 2]
+    expected = torch.from_numpy(logits).log_softmax(-1)
+    assert np.allclose(scores, [expected[0, 1], expected[1, 2]], atol=1e-6)
+    with pytest.raises(UserError, match="not numbers"):
+        engine.best(np.array([[0.0, np.nan]], dtype=np.float32), [0])
+
+
+def translated(command: list[str], data: bytes) -> bytes:
+    return subprocess.run([sys.executable, *command], input=data, capture_output=True, check=True).stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_module_translates_without_torch(pairs, kind):
+    translator, out = pairs[kind]
+    code = f"import sys\nfrom hasten.runtime.__main__ import run\nrun([{str(out)!r}, '--threads', '1'])\n{LOADED}"
+    data = "".join(line + "\n" for line in LINES).encode()
+    *said, loaded = translated(["-c", code], data).decode().split("\n")[:-1]
+    assert loaded == "LOADED"
+    assert said == translator.translate(LINES)
+    assert translated(["-m", "hasten.runtime", str(out)], data).decode().split("\n")[:-1] == said
+
+
+def test_the_verb_translates_without_torch(pairs):
+    translator, out = pairs["ctc"]
+    typed = ["hasten", "translate", "--runtime", "onnx", "--model", str(out), "--threads", "1"]
+    loaded = "print('LOADED', 'torch' in sys.modules)"
+    code = f"import sys\nsys.argv = {typed}\nfrom hasten.cli import main\ntry:\n    main()\nfinally:\n    {loaded}"
+    *said, loaded = translated(["-c", code], b"kamo ti.\n\nre mo\n").decode().split("\n")[:-1]
+    assert loaded == "LOADED False"
+    assert said == translator.translate(["kamo ti.", "", "re mo"])
+
+
+def test_a_mistake_is_one_line(pairs, tmp_path: Path):
+    _, out = pairs["ctc"]
+    for arguments, problem in (
+        ([str(tmp_path)], "no model for ONNX Runtime"),
+        ([str(out), "--threads", "-1"], "--threads"),
+    ):
+        done = subprocess.run([sys.executable, "-m", "hasten.runtime", *arguments], input=b"x\n", capture_output=True)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert done.stderr.decode().startswith("error: ")
+        assert problem in done.stderr.decode()
+        assert done.stderr.count(b"\n") == 1
+    long = b"kamo\n" + b"ti " * 400 + b"\n"
+    command = [sys.executable, "-m", "hasten.runtime", str(out), "--on-long", "error"]
+    done = subprocess.run(command, input=long, capture_output=True)
+    assert (done.returncode, done.stdout.count(b"\n")) == (2, 1)
+    assert done.stderr.startswith(b"error: line 2 has ")
+
+
+def test_options_that_only_pytorch_has_are_refused(pairs, monkeypatch, capsys):
+    for option in (["--beam", "4"], ["--trace", "t"], ["--device", "cuda"], ["--decoding", "a=1"]):
+        monkeypatch.setattr(
+            sys, "argv", ["hasten", "translate", "--runtime", "onnx", "--model", str(pairs["ctc"][1]), *option]
+        )
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert f"leave out {option[0]}" in said
+        assert said.count("\n") == 1
