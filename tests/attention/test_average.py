@@ -252,5 +252,5 @@ def test_places_that_would_leave_out_gate_or_network_refuse_it(gate, feed_forwar
     attention = AverageAttention(gate=gate, feed_forward=feed_forward)
     with pytest.raises(UserError, match="build the layer by multi_head"):
         MultiHeadAttention(D, H, attention)
-    with pytest.raises(UserError, match="give it gate = false"):
+    with pytest.raises(UserError, match="average attention does not with gate = false"):
         HeadsAttention([(1, AverageAttention()), (2, attention)])

@@ -40,6 +40,7 @@ from hasten.attention import (
     RoutingSpec,
     SinkhornSpec,
     SparseTransformerSpec,
+    SSRUSpec,
     SynthesizerSpec,
     Traits,
 )
@@ -228,6 +229,7 @@ CASES = (
     # The layer's gates and network stand around the operator, which is the same.
     Case("average", AverageSpec(gate=False), equivariant=True),
     Case("average, gate", AverageSpec(), equivariant=True),
+    Case("ssru", SSRUSpec(), itself=False),
 )
 
 # Which masks a mechanism takes, and the masks, by name. Rows without any key are among them.

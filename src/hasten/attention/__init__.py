@@ -41,6 +41,7 @@ from hasten.attention.patterns.sparse_transformer import SparseTransformerSpec
 from hasten.attention.patterns.specs import BigBirdSpec, BlocksSpec, LocalSpec, PatternSpec
 from hasten.attention.second_projections import SecondProjections, multi_head
 from hasten.attention.specs import ATTENTIONS, AttentionSpec, HeadGroup, HeadsSpec
+from hasten.attention.ssru import SSRUSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "RFASpec",
     "RandomBlocks",
     "RoutingSpec",
+    "SSRUSpec",
     "SecondProjections",
     "SinkhornSpec",
     "SparseTransformerSpec",

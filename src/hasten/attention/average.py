@@ -8,15 +8,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hasten.attention.base import Attention, Operator, State, StepOperator, Traits
+from hasten.attention.base import Operator, State, StepOperator, Traits
 from hasten.attention.kernels.kernel import KernelOperator, KernelState, wide
-from hasten.attention.masks import Mask, padding
+from hasten.attention.masks import Mask
 from hasten.attention.mechanism import MechanismSpec
-from hasten.attention.multihead import Attended, CrossState, SelfState, cut
-from hasten.attention.packed import unpack
-from hasten.errors import UserError
+from hasten.attention.multihead import Attended, SelfState, cut
+from hasten.attention.own_layer import Layered, SelfLayer
 
-_EVERYTHING = Mask()
 # Width of the inner layer of the feed-forward network over that of the model, as usual in Transformers.
 _INNER = 4
 
@@ -37,7 +35,7 @@ class AverageSpec(MechanismSpec):
         return AverageAttention(gate=self.gate, feed_forward=self.feed_forward)
 
 
-class AverageAttention(Attention):
+class AverageAttention(Layered):
     """out_i = the mean of v_j over the real keys j that the mask lets i read: in causal masks, those up to i.
 
     Queries and keys are not read: their shapes say how many positions there are. A query that may read nothing gets
@@ -99,6 +97,10 @@ class AverageAttention(Attention):
         counts = past + torch.arange(1, k.shape[2] + 1, dtype=past.dtype, device=k.device)[:, None]
         return AverageStep(counts), KernelState(counts[:, :, -1:])
 
+    def layer(self, d_model: int, n_heads: int, *, bias: bool) -> "AverageLayer":
+        """The layer with gates, a network, or both."""
+        return AverageLayer(d_model, n_heads, self, bias=bias)
+
     def extra_repr(self) -> str:
         """Shown in the module's print-out."""
         return f"gate={self.gate}, feed_forward={self.feed_forward}"
@@ -152,13 +154,13 @@ class AverageStep(StepOperator):
             return (sums / self.counts).to(v.dtype), after
 
 
-class AverageLayer(nn.Module):
+class AverageLayer(SelfLayer):
     """Average attention as a layer: gates mix the input y with what is read of it, and there are no projections.
 
     g = FFN(mean of y up to here); (i, f) = sigmoid(W [y; g] + b); out = i * y + f * g, entry by entry.
     FFN(x) = W_2 relu(W_1 x), 4 d_model wide inside, if the mechanism has `feed_forward`, else g is the mean itself; out
     is g without `gate`. y (B, T, d_model) is what the stack hands over, so in pre-norm stacks it is normalised.
-    The calls are those of `MultiHeadAttention`. Heads only say how the operator is shared: layers that use its weights
+    Heads only say how the operator is shared: layers that use its weights
     apply them to projected values of their own.
     Errors: `UserError` where heads do not divide the width, and for a memory.
     Source: Zhang, Xiong and Su, 2018, for the idea; the formula is the one computed here.
@@ -173,41 +175,11 @@ class AverageLayer(nn.Module):
         self.gate = Gate(d_model, bias) if attention.gate else NoGate()
         self._form = _as_it_is
 
-    def forward(
-        self, x: Float[Tensor, "B T D"], mask: Mask = _EVERYTHING, memory: Float[Tensor, "B S D"] | None = None
-    ) -> Float[Tensor, "B T D"]:
-        """Self-attention over `x`; without a mask every token reads the mean of all."""
-        return self.attend(x, mask, memory).output
-
-    def attend(
-        self,
-        x: Float[Tensor, "B T D"],
-        mask: Mask = _EVERYTHING,
-        memory: Float[Tensor, "B S D"] | None = None,
-        carried: Attended | None = None,
-    ) -> Attended:
-        """`forward`, and what other layers can share; the context is the means. `carried` is not read."""
-        if memory is not None:
-            raise UserError(_NO_MEMORY)
-        if not isinstance(mask, Mask):
-            raise TypeError(
-                f"mask is a {type(mask).__name__}; give a Mask, for example Mask(keys=mask), True = may attend"
-            )
+    def read(self, x: Float[Tensor, "B T D"], mask: Mask) -> Attended:
+        """The whole sequence at once; the context is the means."""
         heads = self._heads(x)
         operator = self._form(self.attention.operator(heads, heads, mask))
         return self._attended(x, operator.apply(heads), operator)
-
-    def packed(
-        self, x: Float[Tensor, "total D"], lengths: Int[Tensor, " B"], causal: bool = False
-    ) -> Float[Tensor, "total D"]:
-        """Self-attention within sequences laid end to end; they are padded to the longest."""
-        padded, keys = unpack(x, lengths)
-        return self.forward(padded, Mask(causal=causal, keys=padding(keys).keys))[keys]
-
-    def step(self, x: Float[Tensor, "B n D"], state: SelfState | None) -> tuple[Float[Tensor, "B n D"], SelfState]:
-        """Causal self-attention of n new positions after `state` (None: the beginning)."""
-        attended, after = self.attend_step(x, state)
-        return attended.output, after
 
     def attend_step(
         self, x: Float[Tensor, "B n D"], state: SelfState | None, carried: Attended | None = None
@@ -217,10 +189,6 @@ class AverageLayer(nn.Module):
         operator, keys = self.attention.step(heads, heads, state.keys if state else None)
         out, values = operator.apply(heads, state.values if state else None)
         return self._attended(x, out, operator), SelfState(keys, values)
-
-    def remember(self, memory: Float[Tensor, "B S D"], mask: Tensor) -> CrossState:
-        """Refused."""
-        raise UserError(_NO_MEMORY)
 
     def lead(self) -> None:
         """Let other layers apply this one's weights: they are formed once, then."""
@@ -275,9 +243,3 @@ def _as_it_is(operator: Operator) -> Operator:
 
 def _materialised(operator: Operator) -> Operator:
     return operator.materialised()
-
-
-_NO_MEMORY = (
-    "AverageAttention is for self-attention: over a memory all queries would read the same; take another mechanism, "
-    "for example FullAttention"
-)

@@ -35,7 +35,7 @@ class Traits:
     n_heads, d_head: the heads it is made for and their width, None for any.
     external: how many learnt tokens must stand before the sequence.
     second_projections: marked and first tokens are read, as queries, through projections of their own.
-    unprojected: the layer applies it to its input itself, without projections; `multi_head` builds this layer.
+    unprojected: it is made for a layer of its own, without projections around heads; `multi_head` builds this layer.
     memory: peak memory grows with length to at most this power.
 
     A call outside the traits raises `UserError`, naming the mechanism and the trait; `step` without the trait raises

@@ -38,7 +38,9 @@ class HeadsAttention(Attention):
         for _, attention in groups:
             if attention.traits.unprojected:
                 name = type(attention).__name__
-                raise UserError(f"heads: {name} is here made for a layer without projections; give it gate = false")
+                raise UserError(
+                    f"heads: {name} comes with a layer of its own (average attention does not with gate = false)"
+                )
         widths = {attention.traits.d_head for _, attention in groups} - {None}
         if len(widths) > 1:
             raise UserError(f"heads: groups are made for heads of different widths, {sorted(widths)}; all are equal")  # type: ignore[type-var]

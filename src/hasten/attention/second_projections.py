@@ -8,12 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from hasten.attention.average import AverageAttention, AverageLayer
 from hasten.attention.base import Attention
 from hasten.attention.full import FullAttention
 from hasten.attention.masks import Mask, padding, silence
 from hasten.attention.mechanism import MechanismSpec, Place
 from hasten.attention.multihead import Attended, CrossState, MultiHeadAttention, SelfState, cut
+from hasten.attention.own_layer import Layered, SelfLayer
 from hasten.attention.packed import unpack
 from hasten.attention.patterns.algebra import Causal, walk
 from hasten.attention.patterns.attention import PatternAttention, PatternOperator
@@ -25,18 +25,19 @@ _EVERYTHING = Mask()
 
 def multi_head(
     d_model: int, n_heads: int, attention: Attention | MechanismSpec, *, layer: int = 0, bias: bool = True
-) -> MultiHeadAttention | AverageLayer:
+) -> MultiHeadAttention | SelfLayer:
     """The layer that a mechanism asks for.
 
-    It has second projections where `traits.second_projections`, none at all where `traits.unprojected`, else the usual.
+    It has second projections where `traits.second_projections`, is the mechanism's own where `traits.unprojected`, else
+    the usual one.
     A spec is built for these heads; mechanisms of different layers draw differently. Tokens that a mechanism wants
     before the sequence (`traits.external`) are the caller's to put into x. Errors: those of `MultiHeadAttention`.
     """
     if isinstance(attention, MechanismSpec):
         cut(d_model, n_heads)
         attention = attention.at(Place(layer=layer, n_heads=n_heads, d_head=d_model // n_heads)).build()
-    if isinstance(attention, AverageAttention) and attention.traits.unprojected:
-        return AverageLayer(d_model, n_heads, attention, bias=bias)
+    if isinstance(attention, Layered) and attention.traits.unprojected:
+        return attention.layer(d_model, n_heads, bias=bias)
     second = isinstance(attention, Attention) and attention.traits.second_projections
     kind = SecondProjections if second else MultiHeadAttention
     return kind(d_model, n_heads, attention, bias=bias)

@@ -22,6 +22,7 @@ from hasten.attention.mechanism import MechanismSpec, Place
 from hasten.attention.patterns.longformer import LongformerSpec
 from hasten.attention.patterns.sparse_transformer import SparseTransformerSpec
 from hasten.attention.patterns.specs import BigBirdSpec, BlocksSpec, LocalSpec, PatternSpec
+from hasten.attention.ssru import SSRUSpec
 from hasten.attention.synthesizer import SynthesizerSpec
 from hasten.fields import PositiveInt, Share, Spec
 
@@ -45,6 +46,7 @@ _Mechanisms: TypeAlias = (
     | PerformerSpec
     | SynthesizerSpec
     | AverageSpec
+    | SSRUSpec
 )
 
 
