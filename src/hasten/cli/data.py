@@ -113,6 +113,31 @@ def text(
     _print_summary(corpus)
 
 
+@app.command(short_help="Build a small task: from letters to phonemes.")
+def pronunciation(
+    out: Out,
+    valid: Annotated[int, typer.Option(help="Words of the validation split.", min=1)] = 1000,
+    test: Annotated[int, typer.Option(help="Words of the test split.", min=1)] = 3000,
+    train: Annotated[
+        int | None, typer.Option(show_default=False, help="Words to learn from; all others if not given.", min=1)
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Build a task that small models learn in minutes: from the letters of English words to their phonemes.
+
+    Needs the extra `pronunciation`; nothing is downloaded.
+
+    Example: hasten data pronunciation --out runs/data/pronunciation
+    """
+    from rich.console import Console
+
+    from hasten.data.pronunciation import build_pronunciation_corpus
+
+    corpus = build_pronunciation_corpus(out, valid=valid, test=test, train=train, force=force)
+    counts = ", ".join(f"{name} {facts['pairs']:,}" for name, facts in corpus.manifest["splits"].items())
+    Console(highlight=False).print(f"{corpus.directory}: letters to phonemes; {counts} words", soft_wrap=True)
+
+
 def _training_files(
     src: Path | None, tgt: Path | None, tsv: Path | None, source_language: str | None, target_language: str | None
 ) -> tuple[TextFiles, tuple[str, str]]:
