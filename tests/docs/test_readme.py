@@ -2,7 +2,7 @@
 
 An HTML comment in front of a block says how it is run:
     <!-- not run: REASON -->                 the block is left out
-    <!-- run with: KEY=VALUE KEY=VALUE -->   added to its `hasten train` lines, so that a long run becomes a short one
+    <!-- run with: KEY=VALUE KEY=VALUE -->   added to its training lines, so that a long run becomes a short one
 """
 
 import os
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from hasten.data.text import TextFiles, build_text_corpus
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
@@ -25,7 +27,9 @@ DOCUMENTS = (
     "docs/nat.md",
     "docs/refinement.md",
     "docs/mask-predict.md",
+    "docs/sharing.md",
 )
+TRAINING = ("hasten train", "hasten share train")
 FENCE = re.compile(
     r"(?:<!-- (?P<how>not run|run with): (?P<what>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S
 )
@@ -62,7 +66,7 @@ def shell_script(block: Block) -> str:
     lines = block.code.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return "\n".join(f"{line} {block.overrides}" if line.startswith("hasten train") else line for line in lines)
+    return "\n".join(f"{line} {block.overrides}" if line.startswith(TRAINING) else line for line in lines)
 
 
 def write_small_corpus(folder: Path) -> None:
@@ -81,12 +85,14 @@ def write_small_corpus(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder a document, as a reader's own: the configurations, a small corpus, nothing else."""
+    """A folder a document, as a reader's own: the configurations, a small text, and a corpus of it in data/en-de."""
     made = {}
     for document in DOCUMENTS:
         folder = made[document] = tmp_path_factory.mktemp(Path(document).stem)
         shutil.copytree(ROOT / "configs", folder / "configs")
         write_small_corpus(folder)
+        files = TextFiles(folder / "mine.en", folder / "mine.de")
+        build_text_corpus(files, folder / "data" / "en-de", ("en", "de"))
     return made
 
 
