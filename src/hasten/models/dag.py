@@ -16,8 +16,7 @@ from hasten.decoding.beam import Hypothesis, length_normalised
 from hasten.decoding.dag_beam import prefix_beam_search
 from hasten.decoding.dag_loss import best_path, dag_loss, inner, words_carried
 from hasten.decoding.dag_paths import greedy, lookahead, viterbi
-from hasten.decoding.frame import NOT_FINITE
-from hasten.errors import UserError
+from hasten.errors import NOT_FINITE, UserError
 from hasten.fields import NonNegativeFloat, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.models.encoder_decoder import EncoderDecoderSpec
