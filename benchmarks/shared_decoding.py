@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import hasten
-from hasten.attention import AverageSpec
+from hasten.attention import AverageSpec, SSRUSpec
 from hasten.bench.machine import machine
 from hasten.data.batch import source_batch
 from hasten.data.corpus import Corpus
@@ -38,6 +38,8 @@ POLICIES = {
     "self {6}, cross {6}, context": {"decoder_sharing": SIX, "cross_sharing": SIX, "shared_of_cross": "context"},
     "average attention (AAN)": {"decoder_attention": (AverageSpec(),)},
     "average attention (AAN), cross {6}, output": {"decoder_attention": (AverageSpec(),), "cross_sharing": SIX},
+    "SSRU": {"decoder_attention": (SSRUSpec(),)},
+    "SSRU, cross {6}, output": {"decoder_attention": (SSRUSpec(),), "cross_sharing": SIX},
     "self {6}, cross {6}, weights": {"decoder_sharing": SIX, "cross_sharing": SIX, "shared_of_cross": "weights"},
 }
 
