@@ -23,6 +23,7 @@ from hasten.data.parts import (
 )
 from hasten.data.tokenizer import Tokenizer
 from hasten.decoding.beam import Hypothesis, StepModel, beam_search, length_normalised
+from hasten.decoding.exact import VerifyingModel, exact
 from hasten.decoding.frame import Frame
 from hasten.decoding.refine import Decoded, final, refine
 from hasten.decoding.rerank import judge
@@ -92,6 +93,7 @@ class Translator:
         *,
         beam: int = 1,
         rescorer: "Translator | None" = None,
+        draft: "Translator | None" = None,
         batch_tokens: int = 4096,
         on_long: OnLong = "split",
     ) -> list[str]:
@@ -99,10 +101,14 @@ class Translator:
 
         `beam` 1 takes the model's own decoding loop, more search for a more probable output: a beam of outputs begun,
         or so many outputs side by side (lengths, fertilities). A `rescorer` chooses among those by its own mean log
-        probability of a token, in one pass (noisy parallel decoding). `batch_tokens` bounds the padded source tokens
+        probability of a token, in one pass (noisy parallel decoding). A `draft` proposes outputs that this model checks
+        many tokens at once: the translations are those it gives without, in fewer passes (`hasten.decoding.exact`).
+        `batch_tokens` bounds the padded source tokens
         times beam that are decoded at once; it changes speed and memory, not the result.
         """
-        found = self.candidates(lines, beam=beam, rescorer=rescorer, batch_tokens=batch_tokens, on_long=on_long)
+        found = self.candidates(
+            lines, beam=beam, rescorer=rescorer, draft=draft, batch_tokens=batch_tokens, on_long=on_long
+        )
         return [best[0].text for best in found]
 
     def candidates(
@@ -112,14 +118,15 @@ class Translator:
         beam: int = 1,
         n_best: int = 1,
         rescorer: "Translator | None" = None,
+        draft: "Translator | None" = None,
         batch_tokens: int = 4096,
         on_long: OnLong = "split",
     ) -> list[list[Candidate]]:
         """The `n_best` translations of every line, best first; fewer where fewer are possible or texts coincide.
 
         Raises `UserError` for n_best > beam, for numbers out of range, for lines that are no strings, for models that
-        give one output only where beam > 1, for a rescorer that gives no probabilities, and with on_long "error"
-        `LineTooLong` before anything is decoded.
+        give one output only where beam > 1, for a rescorer that gives no probabilities, for a draft with a beam or for
+        a model that cannot check it, and with on_long "error" `LineTooLong` before anything is decoded.
         """
         if not 1 <= n_best <= beam:
             raise UserError(f"n_best is {n_best} and beam {beam}; need 1 <= n_best <= beam")
@@ -127,13 +134,21 @@ class Translator:
             raise UserError(f"batch_tokens is {batch_tokens}, allowed 1 or more")
         if rescorer is not None:
             rescorer._scoring()
+        if draft is not None:
+            self._verifying(beam)
         lines = checked(lines)
         parts = self._parts(lines, on_long)
         decoded: list[list[Candidate]] = [[] for _ in parts]
         wanted = n_best if rescorer is None else beam
+        drafts = None if draft is None else self._drafted(draft, parts, batch_tokens)
         for group in group_by_tokens([len(part.ids) + 1 for part in parts], max(1, batch_tokens // beam)):
             source, mask = self._batch([parts[i] for i in group])
-            for i, hypotheses in zip(group, self._search(source, mask, beam, wanted), strict=True):
+            if drafts is None:
+                searched = self._search(source, mask, beam, wanted)
+            else:
+                frames = exact(self._verifying(beam), source, mask, [drafts[i] for i in group])
+                searched = [[_greedy(row)] for row in final(frames, len(group))]
+            for i, hypotheses in zip(group, searched, strict=True):
                 decoded[i] = self._candidates(hypotheses)
         if rescorer is not None:
             decoded = rescorer._rescored([self.tokenizer.decode(part.ids) for part in parts], decoded, batch_tokens)
@@ -174,10 +189,28 @@ class Translator:
         ]
         return [sorted(own, key=lambda candidate: -candidate.score) for own in scored]
 
-    def trace(self, line: str) -> list[Frame]:
+    def _verifying(self, beam: int) -> VerifyingModel:
+        """The model, where it can check drafts."""
+        if beam > 1:
+            raise UserError(f"beam is {beam}; a draft is checked against the one output without a beam, so leave it 1")
+        if not isinstance(self.model, VerifyingModel):
+            raise UserError(f"{type(self.model).__name__} models check no drafts; an autoregressive model does")
+        self.model.check_rewinds()
+        return self.model
+
+    def _drafted(self, draft: "Translator", parts: Sequence[Part], batch_tokens: int) -> list[list[int]]:
+        """What another model, of any tokenizer, says for every part, in ids of this one."""
+        texts = [self.tokenizer.decode(part.ids) for part in parts]
+        return [self.tokenizer.encode(text) for text in draft.translate(texts, batch_tokens=batch_tokens)]
+
+    def trace(self, line: str, *, draft: "Translator | None" = None) -> list[Frame]:
         """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""
         parts = self._parts(checked([line]), "split")
-        return list(refine(self.model, *self._batch(parts))) if parts else []
+        if not parts:
+            return []
+        if draft is None:
+            return list(refine(self.model, *self._batch(parts)))
+        return list(exact(self._verifying(1), *self._batch(parts), self._drafted(draft, parts, 4096)))
 
     def read(self, frames: Iterable[Frame]) -> str:
         """The translation that the frames of `trace` end in."""

@@ -13,6 +13,7 @@ from hasten.errors import UserError
         ("ctranslate2:en-de-teacher:int8:beam=5", Contestant("en-de-teacher", "ctranslate2", "int8", 5)),
         ("a:iterations=4:adaptive=false", Contestant("a", decoding=("iterations=4", "adaptive=false"))),
         ("a:beam=9:rescorer=en-de-teacher", Contestant("a", beam=9, rescorer="en-de-teacher")),
+        ("a:draft=en-de-ctc", Contestant("a", draft="en-de-ctc")),
     ],
 )
 def test_a_contestant_is_read_as_written(text, expected):
@@ -21,7 +22,15 @@ def test_a_contestant_is_read_as_written(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["a", "a:beam=4", "ctranslate2:a:int8", "ctranslate2:a:float32:beam=2", "a:x=4:y=1", "a:beam=2:rescorer=b:x=1"],
+    [
+        "a",
+        "a:beam=4",
+        "ctranslate2:a:int8",
+        "ctranslate2:a:float32:beam=2",
+        "a:x=4:y=1",
+        "a:beam=2:rescorer=b:x=1",
+        "a:draft=b",
+    ],
 )
 def test_a_label_is_what_was_written(text):
     assert parse(text).label == text
@@ -41,6 +50,8 @@ def test_a_label_is_what_was_written(text):
         "a:x=",
         "ctranslate2:a:x=1",
         "a:rescorer=b",
+        "a:beam=2:draft=b",
+        "ctranslate2:a:draft=b",
     ],
 )
 def test_other_options_are_refused(text):

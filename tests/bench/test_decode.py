@@ -83,6 +83,14 @@ def test_ids_of_a_batch_are_those_of_single_sentences(models):
     assert decoder.outputs(LINES) == [decoder.outputs([line])[0] for line in LINES]
 
 
+def test_a_draft_changes_the_passes_and_nothing_else(models):
+    greedy = HastenDecoder(Contestant(str(models["ar"])), threads=1)
+    drafted = HastenDecoder(Contestant(str(models["ar"]), draft=str(models["ctc"])), threads=1)
+    outputs = drafted.outputs(LINES[:2])
+    assert [ids for ids, _ in outputs] == [ids for ids, _ in greedy.outputs(LINES[:2])]
+    assert drafted.translate(LINES[:1]) == greedy.translate(LINES[:1])
+
+
 @pytest.mark.parametrize(
     ("values", "share", "expected"), [([3.0], 0.95, 3.0), (range(1, 101), 0.95, 95), (range(1, 21), 0.95, 19)]
 )

@@ -86,6 +86,15 @@ def test_a_trace_ends_in_the_translation(run, tiny_run, tmp_path: Path):
     assert tokenizer.decode([number[piece] for piece in last["pieces"]]).strip() == out.decode().split("\n")[0]
 
 
+def test_a_draft_changes_nothing_but_the_number_of_passes(run, tiny_run, tmp_path: Path):
+    expected = run(encoded(LINES), model="autoregressive")[1]
+    options = ["--draft", str(tiny_run("autoregressive")), "--trace", str(tmp_path / "t")]
+    assert run(encoded(LINES), *options, model="autoregressive") == (0, expected, "")
+    rows = [json.loads(row) for row in (tmp_path / "t").read_text(encoding="utf-8").split("\n")[:-1]]
+    assert {row["kind"] for row in rows} == {"append"}
+    assert all(len(row["pieces"]) > 1 for row in rows if row["iteration"] > 0)
+
+
 def test_a_trace_to_read_has_what_is_unsure_in_brackets(run, tmp_path: Path):
     for confidence in ("0", "1"):
         run(encoded(LINES), "--trace", str(tmp_path / "t"), "--confidence", confidence)
@@ -123,6 +132,8 @@ def test_a_long_line_is_split_or_ends_the_run_after_the_lines_before_it(run):
         (["--beam", "0"], "--beam"),
         (["--rescorer", "x"], "--rescorer has one output to choose from"),
         (["--beam", "2", "--rescorer", "no-such-model"], "no model 'no-such-model'"),
+        (["--draft", "x", "--nbest", "2"], "--draft is for one output without a beam"),
+        (["--draft", "no-such-model"], "no model 'no-such-model'"),
         (["--decoding", "iterations=4"], "have no settings of decoding to change"),
         (["--confidence", "2"], "--confidence"),
         (["--batch-tokens", "0"], "--batch-tokens"),

@@ -5,6 +5,7 @@ import torch
 
 from conformance.mechanisms import Case, assert_equal, gradients, inputs, those
 from hasten.attention import Mask
+from hasten.attention.base import Rewinding
 
 # O6
 
@@ -70,3 +71,23 @@ def test_states_follow_their_rows(case: Case):
     step, _ = attention.step(q[:, :, 4:], k[:, :, 4:], keys.select(rows))
     out, _ = step.apply(v[:, :, 4:], values.select(rows))
     assert_equal(out, attention.operator(q, k, Mask(causal=True)).apply(v)[:, :, 4:])
+
+
+@pytest.mark.parametrize("dropped", [[0, 0, 0], [2, 2, 2], [0, 3, 1], [4, 0, 2], [1, 4, 4]], ids=str)
+@those(lambda case: case.traits.rewind)
+def test_what_is_taken_back_was_never_there(case: Case, dropped: list[int]):
+    attention, qkv, places = case.build(), inputs(9, batch=3), [0, 0, 0]
+    whole = attention.operator(*qkv[:2], Mask(causal=True)).apply(qkv[2])
+    keys, values = None, None
+    # Every row reads on where it stands, which differs between rows from the first time of taking back on.
+    for n, back in ((4, dropped), (2, [2, 0, 1]), (1, [1, 1, 1]), (2, [0, 0, 0])):
+        q, k, v, expected = (
+            torch.stack([x[b, :, place : place + n] for b, place in enumerate(places)]) for x in (*qkv, whole)
+        )
+        step, keys = attention.step(q, k, keys)
+        out, values = step.apply(v, values)
+        assert_equal(out, expected)
+        assert isinstance(keys, Rewinding)
+        assert isinstance(values, Rewinding)
+        keys, values = keys.rewind(torch.tensor(back)), values.rewind(torch.tensor(back))
+        places = [place + n - b for place, b in zip(places, back, strict=True)]

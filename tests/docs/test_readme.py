@@ -28,6 +28,7 @@ DOCUMENTS = (
     "docs/refinement.md",
     "docs/mask-predict.md",
     "docs/sharing.md",
+    "docs/exact.md",
 )
 TRAINING = ("hasten train", "hasten share train")
 FENCE = re.compile(

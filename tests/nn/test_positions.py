@@ -50,3 +50,9 @@ def test_the_table_is_not_saved_and_passes_gradients_through():
     module, x = Sinusoids(6), torch.randn(1, 3, 6, requires_grad=True)
     assert module.state_dict() == {}
     assert torch.autograd.grad(module(x).sum(), x)[0].eq(1).all()
+
+
+def test_every_row_may_start_elsewhere_also_beyond_the_table():
+    positions, x, starts = Sinusoids(8, initial_length=4), torch.randn(3, 2, 8), torch.tensor([0, 5, 30])
+    expected = torch.cat([positions(x[b : b + 1], start) for b, start in enumerate(starts.tolist())])
+    assert torch.equal(Sinusoids(8, initial_length=4).each(x, starts), expected)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -169,6 +170,23 @@ def test_the_state_of_a_decoder_follows_its_rows():
     torch.testing.assert_close(out, stack(x, memory, MASK)[rows, 3:], rtol=1e-10, atol=1e-10)
     out, _ = stack.step(x[rows], tuple(layer.select(rows) for layer in fresh))
     torch.testing.assert_close(out, stack(x, memory, MASK)[rows], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shared", ["weights", "context", "output"])
+def test_what_is_taken_back_was_never_there(shared: Literal["weights", "context", "output"]):
+    torch.manual_seed(1)
+    plans = {"sharing": (1, 1, 3), "cross_sharing": (1, 2, 2), "shared_of_cross": shared}
+    stack = Decoder(3, *SHAPE, (FullSpec(),), (FullSpec(),), **plans).double().eval()
+    randomise(stack)
+    x, memory = states(2, 6), states(2, 6, 1)
+    whole, state, places = stack(x, memory, MASK), stack.begin(memory, MASK), [0, 0]
+    for n, back in ((4, [3, 1]), (3, [1, 2]), (2, [0, 0])):
+        rows = [x[b, place : place + n] for b, place in enumerate(places)]
+        out, state = stack.step(torch.stack(rows), state)
+        expected = torch.stack([whole[b, place : place + n] for b, place in enumerate(places)])
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        state = stack.rewind(state, torch.tensor(back))
+        places = [place + n - b for place, b in zip(places, back, strict=True)]
 
 
 @pytest.mark.parametrize("junk", [0.0, 1e10, math.nan])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hasten.attention.masks import Mask, silence
@@ -23,6 +23,7 @@ class Traits:
     cross: queries and keys may come from different sequences, of different lengths.
     suffix: queries may be fewer (or more) than keys of the same sequence: query i is token i + S - T of it.
     step: `step` decodes one position (or a chunk) at a time, equal to the whole sequence.
+    rewind: its states of decoding can drop their last positions again, of each row as many as asked (`Rewinding`).
     normalised: the weights of a row that may read something sum to 1.
     key_padding: padded keys (`Mask.keys`) are as good as absent.
     allowed: any pattern (`Mask.allowed`) is honoured.
@@ -58,6 +59,7 @@ class Traits:
     n_heads: int | None = None
     d_head: int | None = None
     external: int = 0
+    rewind: bool = False
     second_projections: bool = False
     unprojected: bool = False
     memory: float = 2.0
@@ -113,19 +115,51 @@ class State(Protocol):
         ...
 
 
+@runtime_checkable
+class Rewinding(State, Protocol):
+    """A state that can go back."""
+
+    def rewind(self: S, dropped: Int[Tensor, "B"]) -> S:
+        """The state without the last positions, so many of each row: as if they had never been."""
+        ...
+
+
 @dataclass(frozen=True)
 class Cache:
-    """All keys or all values so far, (B, H, t, D)."""
+    """All keys or all values so far, (B, H, t, D).
+
+    Rows end together. Those that were rewound farther than others begin later: their first `empty` (B,) places hold
+    zeros, which nobody reads; None: there are no such places.
+    """
 
     past: Float[Tensor, "B H t D"]
+    empty: Int[Tensor, "B"] | None = None
+
+    @property
+    def real(self) -> Bool[Tensor, "B t"] | None:
+        """Which places hold something; None: all."""
+        if self.empty is None:
+            return None
+        return torch.arange(self.past.shape[2], device=self.past.device) >= self.empty[:, None]
 
     def append(self, new: Float[Tensor, "B H n D"]) -> "Cache":
         """With `new` after the past."""
-        return Cache(torch.cat((self.past, new), dim=2))
+        return Cache(torch.cat((self.past, new), dim=2), self.empty)
 
     def select(self, rows: Tensor) -> "Cache":
         """Batch rows by index."""
-        return Cache(self.past.index_select(0, rows))
+        return Cache(self.past.index_select(0, rows), None if self.empty is None else self.empty.index_select(0, rows))
+
+    def rewind(self, dropped: Int[Tensor, "B"]) -> "Cache":
+        """Without the last positions of each row, its others moved to the end."""
+        empty = dropped if self.empty is None else dropped + self.empty
+        least, first, length = int(dropped.min()), int(empty.min()), self.past.shape[2]
+        if int(empty.max()) == first and least == int(dropped.max()):
+            return Cache(self.past[:, :, first - least : length - least])
+        places = torch.arange(first, length, device=dropped.device) - dropped[:, None]
+        index = places.clamp(min=0)[:, None, :, None].expand(-1, self.past.shape[1], -1, self.past.shape[3])
+        rest = Cache(self.past.gather(2, index), empty - first)
+        return Cache(silence(rest.past, rest.real), rest.empty)
 
 
 class StepOperator(ABC):

@@ -47,6 +47,7 @@ class FullAttention(Attention):
         dropout=True,
         suffix=True,
         allowed=True,
+        rewind=True,
     )
 
     def __init__(self, dropout: float = 0.0):
@@ -82,7 +83,7 @@ class FullAttention(Attention):
         """All keys so far are kept; n new queries read them and, causally, each other."""
         assert keys is None or isinstance(keys, Cache)
         keys = Cache(k) if keys is None else keys.append(k)
-        return FullStep(q, keys.past), keys
+        return FullStep(q, keys), keys
 
 
 class FullOperator(Operator):
@@ -149,8 +150,8 @@ class WeightsStep(StepOperator):
 class FullStep(StepOperator):
     """The new queries against all keys so far."""
 
-    def __init__(self, q: Tensor, k: Tensor):
-        self.q, self.k = q, k
+    def __init__(self, q: Tensor, keys: Cache):
+        self.q, self.keys = q, keys
 
     def apply(self, v: Float[Tensor, "B H n Dv"], values: State | None) -> tuple[Float[Tensor, "B H n Dv"], State]:
         """Append the new values and read all of them."""
@@ -163,4 +164,5 @@ class FullStep(StepOperator):
         return WeightsStep(self._operator().dense())
 
     def _operator(self) -> FullOperator:
-        return FullOperator(self.q, self.k, Mask(causal=self.q.shape[2] > 1), 0.0)
+        mask = Mask(causal=self.q.shape[2] > 1, keys=self.keys.real, silent=True)
+        return FullOperator(self.q, self.keys.past, mask, 0.0)

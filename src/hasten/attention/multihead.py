@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from hasten.attention.base import Attention, Cache, Operator, State, StepOperator
+from hasten.attention.base import Attention, Cache, Operator, Rewinding, State, StepOperator
 from hasten.attention.losses import gather
 from hasten.attention.masks import Mask, padding, silence
 from hasten.attention.packed import attend_packed
@@ -30,6 +30,12 @@ class SelfState:
     def select(self, rows: Tensor) -> "SelfState":
         """Batch rows by index."""
         return SelfState(self.keys.select(rows), self.values.select(rows))
+
+    def rewind(self, dropped: Int[Tensor, "B"]) -> "SelfState":
+        """Without the last positions of each row, where the mechanism's traits say that it can."""
+        assert isinstance(self.keys, Rewinding)
+        assert isinstance(self.values, Rewinding)
+        return SelfState(self.keys.rewind(dropped), self.values.rewind(dropped))
 
 
 @dataclass(frozen=True)

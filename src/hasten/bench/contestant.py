@@ -14,6 +14,7 @@ class Contestant:
     """A model with the way it is decoded.
 
     decoding: changes to the model's settings of decoding. rescorer: the model that chooses among the outputs of a beam.
+    draft: the model whose outputs this one checks.
     directory: the exported model of a CTranslate2 contestant; parameters: how many it has. Both are set by the bench.
     """
 
@@ -23,6 +24,7 @@ class Contestant:
     beam: int = 1
     decoding: tuple[str, ...] = ()
     rescorer: str = ""
+    draft: str = ""
     directory: str = ""
     parameters: int | None = None
     full_name: bool = False
@@ -36,11 +38,12 @@ class Contestant:
         options = [self.compute] if peer else []
         options += [f"beam={self.beam}"] if self.beam > 1 else []
         options += [f"rescorer={self.rescorer}"] if self.rescorer else []
+        options += [f"draft={self.draft}"] if self.draft else []
         return ":".join([peer + name, *options, *self.decoding])
 
 
 def parse(text: str) -> Contestant:
-    """[ctranslate2:]MODEL[:float32|:int8][:beam=N][:rescorer=MODEL][:KEY=VALUE...]; `UserError` for anything else.
+    """[ctranslate2:]MODEL[:float32|:int8][:beam=N][:rescorer=MODEL][:draft=MODEL][:KEY=VALUE...]; or `UserError`.
 
     Other keys are settings of the model's decoding.
     """
@@ -56,16 +59,20 @@ def parse(text: str) -> Contestant:
         elif key == "beam" or peer or not (key and equals and value):
             raise UserError(
                 f"--models: {text!r} has the option {option!r}; allowed: beam=N, for ctranslate2: float32, int8, for "
-                "models of hasten: rescorer=MODEL and settings of their decoding, such as iterations=4"
+                "models of hasten: rescorer=MODEL, draft=MODEL and settings of their decoding, such as iterations=4"
             )
         elif key == "rescorer":
             found = replace(found, rescorer=value)
+        elif key == "draft":
+            found = replace(found, draft=value)
         else:
             found = replace(found, decoding=(*found.decoding, f"{key}={value}"))
     if not model:
         raise UserError(f"--models: {text!r} names no model; write NAME, NAME:beam=4 or ctranslate2:NAME:int8")
     if found.rescorer and found.beam == 1:
         raise UserError(f"--models: {text!r} has a rescorer but one output to choose from; add beam=N")
+    if found.draft and found.beam > 1:
+        raise UserError(f"--models: {text!r} has a draft, which is for one output without a beam; leave out beam")
     return found
 
 

@@ -197,6 +197,7 @@ def _row(contestant: Contestant, record: _Record, plan: Plan, threads: int) -> R
         "beam": contestant.beam,
         "decoding": list(contestant.decoding),
         "rescorer": contestant.rescorer,
+        "draft": contestant.draft,
         **record.facts,
         "threads": threads,
         "data": plan.name,

@@ -46,21 +46,30 @@ class HastenDecoder:
         self.beam = contestant.beam
         self.translator = hasten.load(contestant.model, decoding=contestant.decoding)
         self.rescorer = hasten.load(contestant.rescorer) if contestant.rescorer else None
+        self.draft = hasten.load(contestant.draft) if contestant.draft else None
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """As users do, but with the whole batch at once."""
-        return self.translator.translate(lines, beam=self.beam, rescorer=self.rescorer, batch_tokens=_UNLIMITED)
+        return self.translator.translate(
+            lines, beam=self.beam, rescorer=self.rescorer, draft=self.draft, batch_tokens=_UNLIMITED
+        )
 
     def outputs(self, lines: Sequence[str]) -> list[tuple[list[int], int | None]]:
         """Ids from the decoding loop; those of the text where a beam search made it, which counts no passes."""
         from hasten.data.batch import source_batch
+        from hasten.decoding.exact import exact
         from hasten.decoding.refine import final, refine
 
         model, tokenizer = self.translator.model, self.translator.tokenizer
         if self.beam > 1:
             return [(tokenizer.encode(text), None) for text in self.translate(lines)]
         source, mask = source_batch([tokenizer.encode(line.strip()) for line in lines])
-        decoded = final(refine(model, source, mask), len(lines))
+        if self.draft is None:
+            frames = refine(model, source, mask)
+        else:
+            drafts = [tokenizer.encode(text) for text in self.draft.translate(lines, batch_tokens=_UNLIMITED)]
+            frames = exact(model, source, mask, drafts)  # type: ignore[arg-type]
+        decoded = final(frames, len(lines))
         return [(model.output_ids(row.tokens), row.iterations) for row in decoded]
 
     def facts(self) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def decode(
     Before anything is timed, each must say the same for a sentence alone and in a batch. Latency is from text to text,
     tokenisation included; throughput is in batches of 32.
 
-    After a colon stand settings: beam=N, rescorer=MODEL (chooses among a beam), and those of the model's decoding.
+    After a colon stand settings: beam=N, rescorer=MODEL (chooses among a beam), draft=MODEL (whose outputs are
+    checked), and those of the model's decoding.
 
     Example: hasten bench decode --models en-de-ctc,en-de-teacher,en-de-teacher:beam=4 --data data/en-de --out bench
     """

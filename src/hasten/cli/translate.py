@@ -37,6 +37,10 @@ def translate(
     rescorer: Annotated[
         str | None, typer.Option(help="Model that chooses among the outputs of --beam.", show_default=False)
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Model whose outputs --model checks: its own, in fewer passes.", show_default=False),
+    ] = None,
     decoding: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,6 +82,9 @@ def translate(
 
     --beam on a model that says all at once is the number of outputs side by side (lengths, fertilities).
 
+    --draft changes nothing about the translations: --model, an autoregressive one, reads the output of another, which
+    may be of any kind, and keeps of it what it would have said itself. --trace then has an object for every pass.
+
     A line of --trace is an object: line, part (of a long line), iteration, kind (of edit), pieces, scores, unsure (the
     numbers of the pieces that are less probable than --confidence), done. A file name that ends in .txt gets the same
     to read: a line for every edit, what is unsure in [brackets].
@@ -94,9 +101,12 @@ def translate(
         raise UserError("--trace follows a single translation; leave out --beam and --nbest")
     if rescorer is not None and width == 1:
         raise UserError("--rescorer has one output to choose from; widen --beam")
+    if draft is not None and width > 1:
+        raise UserError("--draft is for one output without a beam; leave out --beam and --nbest")
     if runtime == "onnx":
         _only_torch(
             {
+                "--draft": draft is not None,
                 "--beam": width > 1,
                 "--nbest": nbest is not None,
                 "--decoding": bool(decoding),
@@ -108,21 +118,22 @@ def translate(
     with ExitStack() as files:
         source = _stdin() if input is None else files.enter_context(_open(input, "rb"))
         if runtime == "onnx":
-            translator, search = None, _onnx_search(model, threads, batch_tokens, on_long)
+            translator, drafter, search = None, None, _onnx_search(model, threads, batch_tokens, on_long)
         else:
             translator = _load(model, device, threads, decoding or [])
-            judge = None if rescorer is None else _load(rescorer, device, threads, [])
+            judge, drafter = (None if one is None else _load(one, device, threads, []) for one in (rescorer, draft))
             search = partial(
                 translator.candidates,
                 beam=width,
                 n_best=nbest or 1,
                 rescorer=judge,
+                draft=drafter,
                 batch_tokens=batch_tokens or _BATCH_TOKENS,
                 on_long=on_long,
             )
         target = _Sink("stdout", sys.stdout.buffer) if output is None else _Sink.open(output, files)
         log = None if trace is None else _Sink.open(trace, files)
-        job = _Job(search, translator, nbest, scores, log, confidence)
+        job = _Job(search, translator, drafter, nbest, scores, log, confidence)
         for chunk in read_chunks(source.fileno(), "stdin" if input is None else str(input)):
             for lines in job.outputs(chunk):
                 target.write(lines)
@@ -159,6 +170,7 @@ class _Job:
 
     search: "Callable[[Sequence[str]], list[list[Candidate]]]"
     translator: "Translator | None"
+    draft: "Translator | None"
     nbest: int | None
     scores: bool
     log: _Sink | None
@@ -185,7 +197,7 @@ class _Job:
     def _trace(self, number: int, line: str) -> Iterator[str]:
         assert self.translator is not None
         pieces = self.translator.tokenizer.pieces()
-        for frame in self.translator.trace(line):
+        for frame in self.translator.trace(line, draft=self.draft):
             for record in frame.records(pieces, self.confidence):
                 yield self._traced({"line": number, **record})
 

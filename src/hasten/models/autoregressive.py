@@ -153,6 +153,24 @@ class Autoregressive(GenerationModel):
         x, state = self.decoder.step(x, state)
         return self.logits(x[:, 0]).float().log_softmax(-1) + self.banned, state
 
+    def chunk_log_probs(
+        self, tokens: Int[Tensor, "B n"], places: Int[Tensor, "B"], state: DecoderState
+    ) -> tuple[Float[Tensor, "B n V"], DecoderState]:
+        """Log probabilities after each of n new tokens, the first of each row standing at `places`, and the new state.
+
+        Equal to `next_log_probs` token by token, but for rounding.
+        """
+        x, state = self.decoder.step(self.positions.each(embed(self.embedding, tokens), places), state)
+        return self.logits(x).float().log_softmax(-1) + self.banned, state
+
+    def check_rewinds(self) -> None:
+        """`UserError` where decoding cannot take back tokens."""
+        self.decoder.check_rewinds()
+
+    def rewind(self, state: DecoderState, dropped: Int[Tensor, "B"]) -> DecoderState:
+        """The state without the last tokens, so many of each row."""
+        return self.decoder.rewind(state, dropped)
+
     def limit(self, memory: Memory) -> Int[Tensor, "B"]:
         """Longest output of each row in tokens, the end symbol included; it depends on the row's source alone."""
         return (2 * memory.lengths + 20).clamp(max=self.most_steps)

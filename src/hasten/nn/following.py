@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from hasten.attention.base import Cache, Operator, State, StepOperator
+from hasten.attention.base import Cache, Operator, Rewinding, State, StepOperator
 from hasten.attention.masks import Mask, padding, silence
 from hasten.attention.multihead import Attended, cut
 
@@ -22,6 +22,11 @@ class ValueState:
     def select(self, rows: Tensor) -> "ValueState":
         """Batch rows by index."""
         return ValueState(self.values.select(rows))
+
+    def rewind(self, dropped: Int[Tensor, "B"]) -> "ValueState":
+        """Without the last positions of each row."""
+        assert isinstance(self.values, Rewinding)
+        return ValueState(self.values.rewind(dropped))
 
 
 @dataclass(frozen=True)

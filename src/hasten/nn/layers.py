@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hasten.attention.base import State
+from hasten.attention.base import Rewinding, State
 from hasten.attention.masks import Mask
 from hasten.attention.multihead import Attended, MultiHeadAttention
 from hasten.nn.dropout import Dropout
@@ -75,6 +75,11 @@ class DecoderLayerState:
     def select(self, rows: Tensor) -> "DecoderLayerState":
         """Batch rows by index."""
         return DecoderLayerState(self.past and self.past.select(rows), self.memory.select(rows))
+
+    def rewind(self, dropped: Int[Tensor, "B"]) -> "DecoderLayerState":
+        """Without the last positions of each row; the memory stays."""
+        assert isinstance(self.past, Rewinding)
+        return DecoderLayerState(self.past.rewind(dropped), self.memory)
 
 
 class DecoderLayer(nn.Module):

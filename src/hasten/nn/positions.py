@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
@@ -30,6 +30,14 @@ class Sinusoids(nn.Module):
     def forward(self, x: Float[Tensor, "B T D"], start: int = 0) -> Float[Tensor, "B T D"]:
         """`x` plus the encodings of positions start .. start + T - 1."""
         end = start + x.shape[1]
+        self._reach(end)
+        return x + self.table[start:end]
+
+    def each(self, x: Float[Tensor, "B T D"], starts: Int[Tensor, "B"]) -> Float[Tensor, "B T D"]:
+        """The same where every row has a start of its own."""
+        self._reach(int(starts.max()) + x.shape[1])
+        return x + self.table[starts[:, None] + torch.arange(x.shape[1], device=starts.device)]
+
+    def _reach(self, end: int) -> None:
         if end > self.table.shape[0]:
             self.table = sinusoids(max(end, 2 * self.table.shape[0]), self.d_model).to(self.table)
-        return x + self.table[start:end]

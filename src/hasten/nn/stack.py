@@ -3,14 +3,15 @@
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hasten.attention import Attention, AttentionSpec, Mask, Traits
 from hasten.attention.masks import padding
 from hasten.attention.multihead import Attended
+from hasten.errors import UserError
 from hasten.nn.layers import DecoderLayer, DecoderLayerState, EncoderLayer
 from hasten.nn.mechanisms import build, longest, tokens_before
 from hasten.nn.sharing import Carry, Shared, SourceMap, attention_layers
@@ -173,3 +174,21 @@ class Decoder(DecoderStack):
             cross.put(i, read)
             after.append(new)
         return self.norm(x), tuple(after)
+
+    def check_rewinds(self) -> None:
+        """`UserError` naming the first layer whose mechanism cannot drop positions of its state again."""
+        for i, layer in enumerate(self.layers):
+            if self.plan.follows(i):
+                continue
+            attention: Any = layer.self_attention.attention  # type: ignore[union-attr]
+            if not attention.traits.rewind:
+                raise UserError(
+                    f"decoder attention, layer {i + 1}: {type(attention).__name__} cannot take back positions once "
+                    "decoded (traits.rewind); FullAttention can"
+                )
+
+    def rewind(
+        self, state: tuple[DecoderLayerState, ...], dropped: Int[Tensor, "B"]
+    ) -> tuple[DecoderLayerState, ...]:  # fmt: skip
+        """The state without the last positions, so many of each row; only where `check_rewinds` lets it."""
+        return tuple(layer.rewind(dropped) for layer in state)
