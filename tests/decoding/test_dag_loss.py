@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from decoding.dag_definition import log_likelihood, path_log_prob, paths, random_graph
-from hasten.decoding.dag_loss import best_path, dag_loss, feasible, words_carried
+from hasten.decoding import dag_sweeps
+from hasten.decoding.dag_loss import _prepared, best_path, dag_loss, feasible, words_carried
 
 SHAPES = [(2, 0), (3, 0), (3, 1), (4, 1), (4, 2), (5, 3), (6, 1), (6, 2), (6, 3), (6, 4), (8, 3)]
 
@@ -159,6 +160,64 @@ def test_a_long_target_in_a_long_graph_keeps_its_digits():
     edges = links.float().requires_grad_()
     dag_loss(*single(words.float(), edges, target)).sum().backward()
     assert -edges.grad.sum().item() == pytest.approx(91, rel=1e-4), "every path has as many edges"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows are computed in logarithms."""
+    seen: list[int] = []
+
+    own = dag_sweeps.by_logarithms
+
+    def counted(*given):
+        seen.append(len(given[0]))
+        return own(*given)
+
+    monkeypatch.setattr(dag_sweeps, "by_logarithms", counted)
+    return seen
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0, 40.0, 300.0])
+def test_products_are_exact_wherever_they_say_so(scale):
+    exact = []
+    for n_vertices, n_words in [(12, 3), (12, 10), (40, 37), (40, 10), (5, 0)]:
+        words, links = random_graph(n_vertices, 4, seed=n_words, scale=scale)
+        target = tuple(i % 4 for i in range(n_words))
+        given = (part.float() if part.is_floating_point() else part for part in single(words, links, target))
+        emissions, edges, *sizes = given
+        given = (*_prepared(emissions, edges, *sizes), *sizes)
+        found, holds = dag_sweeps.scaled(*given)
+        exact.append(bool(holds))
+        if holds:
+            for one, other in zip(found, dag_sweeps.by_logarithms(*(_doubled(x) for x in given)), strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+    assert scale > 6 or all(exact)
+    assert scale < 300 or not all(exact)
+
+
+def _doubled(x):
+    return x.double() if x.is_floating_point() else x
+
+
+def test_only_rows_beyond_what_products_can_hold_are_computed_in_logarithms(asked):
+    parts = [random_graph(6, 3, seed=seed) for seed in range(3)]
+    emissions = torch.stack([emitted(words, (0, 2)) for words, _ in parts])
+    links, sizes = torch.stack([links for _, links in parts]), (lengths(6, 6, 6), lengths(2, 2, 2))
+    emissions[1] -= 2000.0  # alike for all vertices: no more than a scale
+    dag_loss(emissions, links, *sizes)
+    assert asked == []
+    links[1, 0, 1] = -1500.0  # a way in that is lost beside the others, and that the last word asks for
+    emissions[1, 1, 3:] = -9000.0
+    found = dag_loss(emissions, links, *sizes)
+    assert asked == [1]
+    expected = torch.stack([-_marginal(emissions[row], links[row]) for row in range(3)])
+    torch.testing.assert_close(found, expected)
+
+
+def _marginal(emissions, links):
+    """For two words and six vertices."""
+    every = [links[0, a] + emissions[0, a] + links[a, b] + emissions[1, b] + links[b, 5] for a, b in paths(6, 2)]
+    return torch.stack(every).logsumexp(0)
 
 
 def test_there_is_no_second_derivative():

@@ -11,7 +11,7 @@ path if and only if U <= L - 2; one of a single word and an empty one have their
 
 Shapes: B batch, U target tokens, L vertices. emissions (B, U, L) are log P(y_i | u), links (B, L, L) log E(v, u).
 Whatever stands at silent vertices, at edges that do not lead on, and beyond `vertices` and `target_lengths`, is not
-read. Every step of the recursion reads all edges, U L^2 in all, and keeps nothing of that size.
+read. Every step of the recursion reads all edges, U L^2 in all, and keeps nothing of that size: `dag_sweeps`.
 
 Source: Huang, Zhou, Liu, Li, Huang, 2022, section 3 ("Directed Acyclic Transformer for Non-Autoregressive Machine
 Translation"). There the first vertex says a begin symbol and the last an end symbol.
@@ -20,6 +20,8 @@ Translation"). There the first vertex says a begin symbol and the last an end sy
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from hasten.decoding.dag_sweeps import begun, leaving, swept
 
 _ENDS = 2
 
@@ -50,7 +52,7 @@ def dag_loss(
 
     d loss / d emissions[i, u] = -P(word i is said at u | y);  d loss / d links[v, u] = -P(the path has the edge | y)
 
-    Computed in float32 (float64 for float64 links) whatever the dtypes given, which are those of the gradients. An
+    Told in float32 (float64 for float64 links) whatever the dtypes given, which are those of the gradients. An
     infeasible target has loss inf and gradients of exactly zero, never NaN: see `feasible`. Differentiable once:
     create_graph=True raises RuntimeError. Raises ValueError for a graph without vertices and, on the CPU, for lengths
     out of range.
@@ -84,17 +86,14 @@ class _NegativeLogLikelihood(torch.autograd.Function):
     def forward(ctx, emissions, links, vertices, target_lengths):
         dtypes = emissions.dtype, links.dtype
         emissions, links = _prepared(emissions, links, vertices, target_lengths)
-        arrive = _arrivals(emissions, links)
-        out = leaving(links, vertices)
-        final = arrive[torch.arange(len(arrive), device=arrive.device), target_lengths] + out
-        log_likelihood = final.logsumexp(1)
+        sums = swept(emissions, links, vertices, target_lengths)
         if any(ctx.needs_input_grad[:2]):
-            words, edges = _posteriors(emissions, links, arrive, out, target_lengths)
-            edges.scatter_add_(2, _end(vertices)[:, None, None].expand(-1, edges.shape[1], 1), _share(final)[..., None])
-            possible = (log_likelihood != -torch.inf)[:, None, None]
+            end = (vertices - 1).clamp(min=0)[:, None, None].expand(-1, links.shape[1], 1)
+            edges = sums.edges.scatter_add_(2, end, sums.last[..., None])
+            possible = (sums.log_likelihood != -torch.inf)[:, None, None]
             ctx.dtypes = dtypes
-            ctx.save_for_backward(words.mul_(possible), edges.mul_(possible))
-        return -log_likelihood
+            ctx.save_for_backward(sums.words.mul_(possible), edges.mul_(possible))
+        return -sums.log_likelihood
 
     @staticmethod
     def backward(ctx, *grad_outputs):
@@ -128,65 +127,11 @@ def _prepared(emissions: Tensor, links: Tensor, vertices: Tensor, target_lengths
     return said, torch.where(edges, links.to(dtype), -torch.inf)
 
 
-def _end(vertices: Tensor) -> Tensor:
-    return (vertices - 1).clamp(min=0)
-
-
-def leaving(links: Float[Tensor, "B L L"], vertices: Int[Tensor, "B"]) -> Float[Tensor, "B L"]:
-    """log E(v, end) of every vertex."""
-    return links.gather(2, _end(vertices)[:, None, None].expand(-1, links.shape[1], 1))[..., 0]
-
-
-def _begin(emissions: Tensor) -> Tensor:
-    """(B, U + 1, L): nothing is reached yet, but the first vertex before the first word."""
-    batch, n_targets, n_vertices = emissions.shape
-    arrive = emissions.new_full((batch, n_targets + 1, n_vertices), -torch.inf)
-    arrive[:, 0, 0] = 0
-    return arrive
-
-
-def _arrivals(emissions: Tensor, links: Tensor) -> Tensor:
-    """f_i(u), i = 0 .. U: log probability of all path beginnings whose word i is said at u: (B, U + 1, L)."""
-    arrive, into = _begin(emissions), links.transpose(1, 2).contiguous()  # sums run over the last, contiguous dimension
-    for i in range(emissions.shape[1]):
-        torch.add((into + arrive[:, i, None]).logsumexp(2), emissions[:, i], out=arrive[:, i + 1])
-    return arrive
-
-
-def _share(log_weights: Tensor) -> Tensor:
-    """Softmax over the last dimension; 0 where there is no weight at all."""
-    return log_weights.softmax(-1).nan_to_num_(0.0)
-
-
-def _posteriors(
-    emissions: Tensor, links: Tensor, arrive: Tensor, out: Tensor, target_lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """P(word i at u | y), (B, U, L), and how often a path has each edge that leads to a word, (B, L, L).
-
-    Going back over the words, r_i(v) = logsumexp over u of (log E(v, u) + log P(y_(i+1) | u) + r_(i+1)(u)): the
-    summands of that are, times f_i(v), the edges' posteriors. Each step is normalised by itself, which keeps float32
-    exact enough.
-    """
-    words, edges = torch.empty_like(emissions), torch.zeros_like(links)
-    rest = torch.full_like(out, -torch.inf)
-    for i in range(emissions.shape[1], 0, -1):
-        rest = torch.where((target_lengths == i)[:, None], out, rest)
-        words[:, i - 1] = _share(arrive[:, i] + rest)
-        summands = links + (emissions[:, i - 1] + rest)[:, None]
-        most = summands.amax(2, keepdim=True).clamp(min=torch.finfo(links.dtype).min)  # -inf - -inf would be NaN
-        summands.sub_(most).exp_()
-        rest = summands.sum(2).log().add_(most[..., 0])
-        before = arrive[:, i - 1]
-        total = (before + rest).logsumexp(1, keepdim=True).clamp(min=torch.finfo(links.dtype).min)
-        edges.addcmul_(summands, (before + most[..., 0] - total).exp_()[..., None])
-    return words, edges
-
-
 def best_arrivals(
     emissions: Float[Tensor, "B U L"], links: Float[Tensor, "B L L"]
 ) -> tuple[Float[Tensor, "B n L"], Int[Tensor, "B U L"]]:
     """As f_i(u), of the best beginning alone, and the vertex before u on it. -inf stands wherever no path goes."""
-    best, into = _begin(emissions), links.transpose(1, 2).contiguous()
+    best, into = begun(emissions), links.transpose(1, 2).contiguous()
     origins = torch.empty(emissions.shape, dtype=torch.int64, device=emissions.device)
     for i in range(emissions.shape[1]):
         reached, origins[:, i] = (into + best[:, i, None]).max(2)

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hasten.decoding.dag_loss import best_arrivals, inner, leaving, traced
+from hasten.decoding.dag_loss import best_arrivals, inner, traced
+from hasten.decoding.dag_sweeps import leaving
 
 
 def follow(scores: Float[Tensor, "B L L"], vertices: Int[Tensor, "B"]) -> Bool[Tensor, "B L"]:
