@@ -27,6 +27,7 @@ DOCUMENTS = (
     "docs/nat.md",
     "docs/refinement.md",
     "docs/mask-predict.md",
+    "docs/dag.md",
     "docs/sharing.md",
     "docs/exact.md",
 )

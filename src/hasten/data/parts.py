@@ -21,8 +21,9 @@ class Candidate:
     """A possible translation.
 
     log_prob: log probability of the decisions that made it. For an autoregressive model log p(tokens | source), the end
-    symbol included; for CTC by beam search the sum over all its paths, without a beam that of the best frames.
-    score ranks the candidates of a line: the mean of log_prob over the tokens, for CTC by beam search log_prob itself.
+    symbol included; for CTC and graphs (DAG) by beam search the sum over all its paths, without a beam that of the one
+    path taken. score ranks the candidates of a line: the mean of log_prob over the tokens; by beam search for CTC
+    log_prob itself, for graphs what their `length_power` makes of it.
     Where a rescorer judged, both are that model's.
     A line that was split has the sum of the log_probs and the mean of the scores of its parts.
     """
