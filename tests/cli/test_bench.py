@@ -55,11 +55,14 @@ def test_bench_writes_rows_table_and_picture(model, data, tmp_path, monkeypatch,
     )
     assert code == 0, err
     labels = ["tiny", "tiny:beam=2", "ctranslate2:tiny:float32", "ctranslate2:tiny:int8"]
+    labels += ["onnx:tiny:float32", "onnx:tiny:int8"]
     assert [line.split("\t")[0] for line in out.splitlines()[1:]] == labels
     rows = [json.loads(line) for line in (tmp_path / "bench" / "decode.jsonl").read_text().splitlines()]
     assert [row["label"] for row in rows] == labels
     assert rows[0]["quality"]["chrf"] == rows[2]["quality"]["chrf"]
-    assert rows[0]["passes"] == rows[2]["passes"]
+    assert rows[0]["passes"] == rows[2]["passes"] == rows[4]["passes"]
+    assert rows[0]["quality"] == rows[4]["quality"]
+    assert rows[4]["peak_mib"] < rows[0]["peak_mib"]
     assert (tmp_path / "bench" / "decode.png").stat().st_size > 1000
     assert "| tiny:beam=2 | 1 |" in (tmp_path / "bench" / "decode.md").read_text()
 
@@ -72,7 +75,11 @@ def test_a_model_that_the_peer_cannot_hold_runs_without_it(data, tmp_path, token
     options = ("--data", str(data), "--sentences", "2", "--repeats", "1", "--threads", "1")
     code, out, err = call(monkeypatch, capsys, "--models", str(tmp_path / "shared"), *options)
     assert code == 0, err
-    assert [line.split("\t")[0] for line in out.splitlines()[1:]] == ["shared"]
+    assert [line.split("\t")[0] for line in out.splitlines()[1:]] == [
+        "shared",
+        "onnx:shared:float32",
+        "onnx:shared:int8",
+    ]
     assert f"no CTranslate2 rows of {tmp_path / 'shared'}: cannot export decoder_sharing" in err
 
 

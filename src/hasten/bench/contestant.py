@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from hasten.errors import UserError
 
-_PEER = "ctranslate2:"
+_PEERS = ("ctranslate2", "onnx")
 _COMPUTE = ("float32", "int8")
 
 
@@ -15,7 +15,7 @@ class Contestant:
 
     decoding: changes to the model's settings of decoding. rescorer: the model that chooses among the outputs of a beam.
     draft: the model whose outputs this one checks.
-    directory: the exported model of a CTranslate2 contestant; parameters: how many it has. Both are set by the bench.
+    directory: the exported model of a contestant in another engine; parameters: how many it has. The bench sets both.
     """
 
     model: str
@@ -34,7 +34,7 @@ class Contestant:
         """The contestant in short: of a path the last part, unless that would be ambiguous."""
         last = self.model.rstrip("/").rpartition("/")[2]
         name = self.model if self.full_name or not last else last
-        peer = _PEER if self.engine == "ctranslate2" else ""
+        peer = f"{self.engine}:" if self.engine in _PEERS else ""
         options = [self.compute] if peer else []
         options += [f"beam={self.beam}"] if self.beam > 1 else []
         options += [f"rescorer={self.rescorer}"] if self.rescorer else []
@@ -43,23 +43,25 @@ class Contestant:
 
 
 def parse(text: str) -> Contestant:
-    """[ctranslate2:]MODEL[:float32|:int8][:beam=N][:rescorer=MODEL][:draft=MODEL][:KEY=VALUE...]; or `UserError`.
+    """[ctranslate2:|onnx:]MODEL[:float32|:int8][:beam=N][:rescorer=MODEL][:draft=MODEL][:KEY=VALUE...]; or `UserError`.
 
     Other keys are settings of the model's decoding.
     """
-    peer = text.startswith(_PEER)
-    model, *options = text.removeprefix(_PEER).split(":")
-    found = Contestant(model, "ctranslate2" if peer else "hasten")
+    engine, colon, rest = text.partition(":")
+    peer = engine in _PEERS and bool(colon)
+    model, *options = (rest if peer else text).split(":")
+    found = Contestant(model, engine if peer else "hasten")
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
         if peer and option in _COMPUTE:
             found = replace(found, compute=option)
-        elif key == "beam" and value.isdecimal() and value.isascii() and int(value) >= 1:
+        elif key == "beam" and found.engine != "onnx" and value.isdecimal() and value.isascii() and int(value) >= 1:
             found = replace(found, beam=int(value))
         elif key == "beam" or peer or not (key and equals and value):
             raise UserError(
-                f"--models: {text!r} has the option {option!r}; allowed: beam=N, for ctranslate2: float32, int8, for "
-                "models of hasten: rescorer=MODEL, draft=MODEL and settings of their decoding, such as iterations=4"
+                f"--models: {text!r} has the option {option!r}; allowed: beam=N (not for onnx), for ctranslate2 "
+                "and onnx: float32, int8, for models of hasten: rescorer=MODEL, draft=MODEL and settings of their "
+                "decoding, such as iterations=4"
             )
         elif key == "rescorer":
             found = replace(found, rescorer=value)

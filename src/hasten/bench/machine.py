@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("hasten", "torch", "ctranslate2", "sentencepiece", "sacrebleu")
+_PACKAGES = ("hasten", "torch", "ctranslate2", "onnxruntime", "sentencepiece", "sacrebleu")
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,7 @@ COLUMNS = (
     "MiB",
     "parameters",
 )
-_COLOURS = {"hasten": "#0b6e99", "one pass": "#c8442d", "ctranslate2": "#8a8a8a"}
+_COLOURS = {"hasten": "#0b6e99", "one pass": "#c8442d", "ctranslate2": "#8a8a8a", "onnx": "#5b8c3e"}
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -191,6 +191,6 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _family(row: Row) -> str:
-    if row["engine"] == "ctranslate2":
-        return "ctranslate2"
+    if row["engine"] in ("ctranslate2", "onnx"):
+        return row["engine"]
     return "one pass" if row["passes"] is not None and row["passes"] <= 1 else "hasten"

@@ -114,8 +114,38 @@ class PeerDecoder:
         return {"kind": "autoregressive", "parameters": self.parameters, "fingerprint": _fingerprint(self.file)}
 
 
+class RuntimeDecoder:
+    """An exported model in ONNX Runtime; PyTorch is not loaded."""
+
+    def __init__(self, contestant: Contestant, threads: int):
+        from hasten.runtime import load
+
+        self.directory, self.translator = Path(contestant.directory), load(contestant.directory, threads=threads)
+
+    def translate(self, lines: Sequence[str]) -> list[str]:
+        """As users do, but with the whole batch at once."""
+        return self.translator.translate(lines, batch_tokens=_UNLIMITED)
+
+    def outputs(self, lines: Sequence[str]) -> list[tuple[list[int], int | None]]:
+        """Ids, and the passes of the decoder."""
+        encode = self.translator.tokenizer.encode
+        return [
+            (row.ids, row.passes) for row in self.translator.engine.decode([encode(line.strip()) for line in lines])
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """What the directory says, and the fingerprint of the graph that says words."""
+        settings = self.translator.engine.settings
+        [file] = (path for path in self.directory.glob("*.onnx") if path.name in ("output.onnx", "step.onnx"))
+        return {"kind": settings.kind, "parameters": settings.parameters, "fingerprint": _fingerprint(file)}
+
+
 _UNLIMITED = 10**9
-_ENGINES: dict[str, Callable[[Contestant, int], Decoder]] = {"hasten": HastenDecoder, "ctranslate2": PeerDecoder}
+_ENGINES: dict[str, Callable[[Contestant, int], Decoder]] = {
+    "hasten": HastenDecoder,
+    "ctranslate2": PeerDecoder,
+    "onnx": RuntimeDecoder,
+}
 
 
 def _fingerprint(file: Path) -> str:

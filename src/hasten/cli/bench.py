@@ -1,7 +1,7 @@
 """`hasten bench`: what each way buys on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -9,9 +9,6 @@ from hasten.cli.bench_attention import attention
 from hasten.cli.files import write_text
 from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
-
-if TYPE_CHECKING:
-    from hasten.bench.contestant import Contestant
 
 app = typer.Typer(help="Measure speed and quality on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -27,7 +24,8 @@ app.command("attention", short_help="Time and memory of attention mechanisms aga
 @app.command(short_help="Latency, throughput and quality of decoders, side by side.")
 def decode(
     models: Annotated[
-        str, typer.Option(help="Comma-separated: NAME, NAME:beam=4, NAME:iterations=4, ctranslate2:NAME:int8, ...")
+        str,
+        typer.Option(help="Comma-separated: NAME, NAME:beam=4, NAME:iterations=4, ctranslate2:NAME:int8, onnx:NAME"),
     ],
     data: Annotated[Path, typer.Option(help="A data directory by `hasten data`.", show_default=False)],
     split: Annotated[str, typer.Option(help="Which part of it.")] = "test",
@@ -35,7 +33,8 @@ def decode(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are kept.")] = 3,
     threads: Annotated[str, typer.Option(help="CPU threads to measure with, comma-separated.")] = "1,all",
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also run autoregressive models in CTranslate2, if installed.")
+        bool,
+        typer.Option("--peers/--no-peers", help="Also run them in CTranslate2 and ONNX Runtime, where these can."),
     ] = True,
     out: Annotated[
         Path | None, typer.Option(help="Directory for decode.jsonl, .md and .png.", show_default=False)
@@ -58,6 +57,7 @@ def decode(
     from hasten.bench import decode as bench
     from hasten.bench import report
     from hasten.bench.contestant import parse_all
+    from hasten.bench.peers import export_peers
 
     contestants, counts = parse_all(models), _threads(threads)
     name, sources, references = _sentences(data, split, sentences)
@@ -65,7 +65,7 @@ def decode(
         create(out)
     warn_if_busy()
     with tempfile.TemporaryDirectory() as exports:
-        ready = _export_peers(contestants, peers, Path(exports))
+        ready = export_peers(contestants, peers, Path(exports), lambda text: typer.echo(text, err=True))
         plan = bench.Plan(ready, sources, references, name, counts, repeats)
         rows = bench.run(plan, lambda text: typer.echo(text, err=True))
     if sys.stdout.isatty():
@@ -124,45 +124,3 @@ def warn_if_busy() -> None:
     load, cores = state["load_before"], state["cores"]
     if load is not None and load > 0.3 * cores:
         typer.echo(f"warning: this machine is busy (load {load}, {cores} cores): trust ratios, not times", err=True)
-
-
-def _export_peers(contestants: "list[Contestant]", peers: bool, exports: Path) -> "list[Contestant]":
-    """Contestants that workers can start: CTranslate2 models exported, and added for autoregressive models."""
-    import dataclasses
-
-    import hasten
-    from hasten.bench.contestant import Contestant
-    from hasten.errors import MissingExtra
-    from hasten.export.ctranslate2 import check_exportable, export
-    from hasten.export.engine import engine
-    from hasten.models.autoregressive import Autoregressive
-
-    loaded = {entry.model: hasten.load(entry.model) for entry in contestants}
-    if peers:
-        try:
-            engine()
-        except MissingExtra as error:
-            typer.echo(f"no CTranslate2 rows: {error}", err=True)
-            peers = False
-    found = list(contestants)
-    for model, translator in loaded.items():
-        if peers and isinstance(translator.model, Autoregressive):
-            try:
-                check_exportable(translator.model)
-            except UserError as error:
-                typer.echo(f"no CTranslate2 rows of {model}: {error}", err=True)
-                continue
-            added = [Contestant(model, "ctranslate2", compute) for compute in ("float32", "int8")]
-            found += [entry for entry in added if entry.label not in [other.label for other in found]]
-    ready = []
-    for entry in found:
-        translator = loaded[entry.model]
-        if entry.engine == "ctranslate2":
-            directory = exports / f"{list(loaded).index(entry.model)}-{entry.compute}"
-            if not directory.exists():
-                exportable = check_exportable(translator.model)
-                export(exportable, translator.tokenizer, directory, quantization=entry.compute)
-            parameters = sum(p.numel() for p in translator.model.parameters())
-            entry = dataclasses.replace(entry, directory=str(directory), parameters=parameters)
-        ready.append(entry)
-    return ready
