@@ -31,6 +31,7 @@ SHAPE = {"d_model": 64, "n_heads": 4, "d_ff": 256, "encoder_layers": 2, "dropout
 KINDS = {
     "autoregressive": {"decoder_layers": 2},
     "ctc": {"refiner_layers": 1, "upsample": 2},
+    "dag": {"decoder_layers": 2, "upsample": 3},
     "nat": {"decoder_layers": 2, "label_smoothing": 0.0},
     "mask_predict": {"decoder_layers": 2, "label_smoothing": 0.0},
     "refinement": {"decoder_layers": 2, "label_smoothing": 0.0},
@@ -42,6 +43,7 @@ WIDE = [{"decoding": ["iterations=10"], "beam": 3}, {"decoding": ["iterations=10
 WAYS = {
     "autoregressive": [{}, {"beam": 4}],
     "ctc": [{}],
+    "dag": [{"decoding": [f'method="{method}"']} for method in ("greedy", "lookahead", "viterbi", "beam")],
     "nat": [{}, {"decoding": ['method="average"']}, {"beam": 10}, {"beam": 10, "rescorer": True}],
     "mask_predict": PASSES + WIDE,
     "refinement": [{"decoding": [*way["decoding"], "adaptive=false"]} for way in PASSES] + WIDE,
@@ -116,6 +118,27 @@ def scored(directory: Path, way: dict, teacher: hasten.Translator, corpus: Corpu
     return {"phoneme_error_rate": round(wrong, 4), "words_right": round(right, 4), "lengths_right": round(lengths, 4)}
 
 
+def table(rows: list[dict]) -> str:
+    """Mean and range over the seeds of each model and way of decoding it, in Markdown."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["kind"], row["targets"], named(row["way"])), []).append(row["phoneme_error_rate"])
+    lines = [
+        "| Model | Learns from | Decoding | Phoneme error rate | of the seeds |",
+        "| --- | --- | --- | ---: | --- |",
+    ]
+    for (kind, targets, way), rates in found.items():
+        each = ", ".join(f"{rate:.3f}" for rate in rates)
+        lines.append(f"| `{kind}` | {targets} | {way} | {sum(rates) / len(rates):.3f} | {each} |")
+    return "\n".join(lines)
+
+
+def named(way: dict) -> str:
+    """A way of decoding in words."""
+    parts = [*way.get("decoding", ()), *([f"beam {way['beam']}"] if "beam" in way else [])]
+    return ", ".join(parts + (["the teacher chooses"] if way.get("rescorer") else [])) or "its own"
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("runs", type=Path)
@@ -127,9 +150,9 @@ def main() -> None:
     corpus = Corpus.open(data) if data.exists() else build_pronunciation_corpus(data, train=WORDS)
     teacher = hasten.load(learn(chosen.runs, corpus, "autoregressive", "raw", 1))
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    named = ("kind", "targets", "seed", "way")
+    keys = ("kind", "targets", "seed", "way")
     rows = [json.loads(line) for line in OUT.read_text().splitlines()] if OUT.exists() else []
-    known = [tuple(row[key] for key in named) for row in rows]
+    known = [tuple(row[key] for key in keys) for row in rows]
     for seed in chosen.seeds:
         for kind in chosen.kinds:
             for targets in ("raw",) if kind == "autoregressive" else ("raw", "distilled"):
@@ -140,9 +163,10 @@ def main() -> None:
                     row = {"benchmark": "pronunciation", "kind": kind, "targets": targets, "seed": seed, "way": way}
                     row |= scored(directory, way, teacher, corpus)
                     row |= {"updates": TRAINING["steps"], "words": len(corpus.documents("test")), **machine()}
-                    print(*(f"{key}={row[key]}" for key in (*named, "phoneme_error_rate", "words_right")), flush=True)
+                    print(*(f"{key}={row[key]}" for key in (*keys, "phoneme_error_rate", "words_right")), flush=True)
                     with OUT.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
+    print(table([json.loads(line) for line in OUT.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ DOCUMENTS = (
     "docs/dag.md",
     "docs/sharing.md",
     "docs/exact.md",
+    "docs/pronunciation.md",
 )
 TRAINING = ("hasten train", "hasten share train")
 FENCE = re.compile(
