@@ -132,7 +132,7 @@ def _panel(axes: "Axes", rows: Sequence[Row]) -> list[Point]:
         colour = _COLOURS[_family(row)]
         axes.plot([x, far], [y, y], color=colour, linewidth=1, alpha=0.5, solid_capstyle="butt")
         axes.scatter([x], [y], s=60, color=colour, zorder=3, marker="o" if row["beam"] == 1 else "D")
-        points.append((x, y, f"{row['label']}\n{x:.0f} ms", colour))
+        points.append((x, y, f"{_wrapped(row['label'])}\n{_milliseconds(x)}", colour))
     axes.set_xscale("log")
     axes.set_xlabel("milliseconds a sentence, median (line: to the 95th percentile)")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -152,8 +152,9 @@ def _label(axes: "Axes", points: Sequence[Point]) -> None:
     scale = figure.dpi / 72
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in (axes.transData.transform(point[:2]) for point in points)]
     for x, y, text, colour in points:
-        size = (max(map(len, text.split("\n"))) * 4.6 * scale, 21 * scale)
-        dx, dy, box = _place(axes.transData.transform((x, y)).tolist(), size, scale, taken)
+        lines = text.split("\n")
+        size = (max(map(len, lines)) * 4.6 * scale, 10.5 * len(lines) * scale)
+        dx, dy, box = _place(axes.transData.transform((x, y)).tolist(), size, scale, figure.bbox.width, taken)
         taken.append(box)
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkB": 4}
         axes.annotate(
@@ -166,24 +167,38 @@ def _label(axes: "Axes", points: Sequence[Point]) -> None:
             fontsize=8,
             color=colour,
             linespacing=1.15,
-            arrowprops=leader if abs(dy) > 24 else None,
+            arrowprops=leader if abs(dy) > 30 else None,
         )
 
 
 def _place(
-    at: Sequence[float], size: tuple[float, float], scale: float, taken: Sequence[Box]
+    at: Sequence[float], size: tuple[float, float], scale: float, width: float, taken: Sequence[Box]
 ) -> tuple[float, float, Box]:
-    """The first of the usual offsets (in points) whose box is free; the last one where none is."""
+    """The first of the usual offsets (in points) whose box is free and within the width; the last one where none is."""
     dx, dy, box = 0.0, 0.0, (0.0, 0.0, 0.0, 0.0)
-    for dx, dy in _PLACES:
+    for dx, near in _PLACES:
+        dy = near + (1 if near > 0 else -1) * (size[1] / scale - 21) / 2  # offsets are for labels of two lines
         left, bottom = at[0] + dx * scale - size[0] / 2, at[1] + dy * scale - size[1] / 2
         box = (left, bottom, left + size[0], bottom + size[1])
-        if not any(_overlap(box, other) for other in taken):
+        if left >= 0 and box[2] <= width and not any(_overlap(box, other) for other in taken):
             break
     return dx, dy, box
 
 
-_PLACES = [(dx, sign * dy) for dy in (19, 42, 65, 88, 111) for sign in (1, -1) for dx in (0, 38, -38)]
+def _wrapped(label: str, longest: int = 24) -> str:
+    """The label, broken at colons into lines of up to `longest` characters where that can be."""
+    lines = [""]
+    for part in label.split(":"):
+        joined = f"{lines[-1]}:{part}" if lines[-1] else part
+        lines[-1:] = [joined] if len(joined) <= longest or not lines[-1] else [lines[-1], part]
+    return "\n".join(lines)
+
+
+def _milliseconds(x: float) -> str:
+    return f"{x:.0f} ms" if x >= 10 else f"{x:.1f} ms"
+
+
+_PLACES = [(dx, sign * dy) for dy in (19, 42, 65, 88, 111) for sign in (1, -1) for dx in (0, 38, -38, 70, -70)]
 
 
 def _overlap(a: Box, b: Box) -> bool:
