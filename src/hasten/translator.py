@@ -174,7 +174,11 @@ class Translator:
         return self.model
 
     def _judge(self, sources: Sequence[str], targets: Sequence[str], batch_tokens: int) -> list[tuple[float, float]]:
-        sides = ([self.tokenizer.encode(text.strip()) for text in texts] for texts in (sources, targets))
+        own = self.tokenizer
+        sides = (
+            [own.encode(text.strip()) for text in sources],
+            [own.encode_target(text.strip()) for text in targets],
+        )
         pairs = list(zip(*sides, strict=True))
         return judge(self._scoring(), pairs, batch_tokens=batch_tokens, device=self.device)
 
@@ -201,7 +205,7 @@ class Translator:
     def _drafted(self, draft: "Translator", parts: Sequence[Part], batch_tokens: int) -> list[list[int]]:
         """What another model, of any tokenizer, says for every part, in ids of this one."""
         texts = [self.tokenizer.decode(part.ids) for part in parts]
-        return [self.tokenizer.encode(text) for text in draft.translate(texts, batch_tokens=batch_tokens)]
+        return [self.tokenizer.encode_target(text) for text in draft.translate(texts, batch_tokens=batch_tokens)]
 
     def trace(self, line: str, *, draft: "Translator | None" = None) -> list[Frame]:
         """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""

@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import align, bench, data, demo, distill, evaluate, export, share, show, train, translate
+from hasten.cli import align, bench, data, demo, distill, evaluate, export, importing, share, show, train, translate
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(share.app, name="share")
 app.command("show", short_help="Draw a sparse attention pattern.")(show.show)
 app.command("export", short_help="Write a model for another engine, certified.")(export.export)
+app.add_typer(importing.app, name="import")
 
 
 _NO_MEMORY = "this machine has too little memory for that; use smaller batches, a smaller model or less text"

@@ -87,7 +87,7 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a model written by `save`; `UserError` where it is missing or damaged."""
         try:
-            return cls(Path(path).read_bytes())
+            return _of(Path(path).read_bytes(), cls)
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
         except UserError as error:
@@ -104,6 +104,10 @@ class Tokenizer:
         except RuntimeError as error:
             raise UserError(f"{text[:40]!r} is no Unicode text: {_LONE_SURROGATE}") from error
 
+    def encode_target(self, text: str) -> list[int]:
+        """Ids of a text that stands on the target side: here the same."""
+        return self.encode(text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special ids are dropped, bytes that are not UTF-8 become U+FFFD."""
         text = self._processor.decode([int(i) for i in ids if i not in SPECIAL_IDS])
@@ -112,6 +116,15 @@ class Tokenizer:
     def pieces(self) -> list[str]:
         """The vocabulary in id order."""
         return [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+
+
+def _of(model: bytes, kind: type[Tokenizer]) -> Tokenizer:
+    """The tokenizer in these bytes: an archive holds Marian's two models, anything else is one of ours."""
+    if not model.startswith(_ARCHIVE):
+        return kind(model)
+    from hasten.data.marian_tokenizer import MarianTokenizer
+
+    return MarianTokenizer(model)
 
 
 def _shield(text: str) -> str:
@@ -133,4 +146,5 @@ def _reason(message: str) -> str:
 
 
 _LONE_SURROGATE = "it holds a lone surrogate, which UTF-8 cannot express; read text with encoding='utf-8'"
+_ARCHIVE = b"PK"  # a SentencePiece model begins with the tag of its first field
 _SPECIAL_PIECES = ("<pad>", "<unk>", "<s>", "</s>", "<mask>", "<blank>", "<placeholder>")

@@ -9,13 +9,15 @@ from hasten.models.base import GenerationModel
 from hasten.models.classifier import Classifier, ClassifierSpec
 from hasten.models.ctc import CTC, CTCSpec
 from hasten.models.dag import DAG, DAGSpec
+from hasten.models.marian import Marian, MarianSpec
 from hasten.models.mask_predict import MaskPredict, MaskPredictSpec
 from hasten.models.nat import NAT, NATSpec
 from hasten.models.refinement import Refinement, RefinementSpec
 
-MODELS = (Autoregressive, CTC, DAG, MaskPredict, NAT, Refinement)
+MODELS = (Autoregressive, CTC, DAG, Marian, MaskPredict, NAT, Refinement)
 ModelSpec = Annotated[
-    AutoregressiveSpec | CTCSpec | DAGSpec | MaskPredictSpec | NATSpec | RefinementSpec, Field(discriminator="kind")
+    AutoregressiveSpec | CTCSpec | DAGSpec | MarianSpec | MaskPredictSpec | NATSpec | RefinementSpec,
+    Field(discriminator="kind"),
 ]
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "ClassifierSpec",
     "DAGSpec",
     "GenerationModel",
+    "Marian",
+    "MarianSpec",
     "MaskPredict",
     "MaskPredictSpec",
     "ModelSpec",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -20,10 +21,13 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """W_2 relu(W_1 x); x (..., d_model)."""
+    """W_2 relu(W_1 x), or with another activation in relu's place; x (..., d_model)."""
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float):
+    def __init__(
+        self, d_model: int, d_ff: int, dropout: float, *, activation: Callable[[Tensor], Tensor] = torch.relu
+    ):  # fmt: skip
         super().__init__()
+        self.activation = activation
         self.inner = nn.Linear(d_model, d_ff)
         self.outer = nn.Linear(d_ff, d_model)
         self.dropout = Dropout(dropout)
@@ -33,11 +37,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Position-wise."""
-        return self.outer(self.dropout(self.inner(x).relu()))
+        return self.outer(self.dropout(self.activation(self.inner(x))))
 
     def step(self, x: Tensor) -> Tensor:
         """`forward` without dropout, for a few rows: there a module call costs as much as its arithmetic."""
-        inner = F.linear(x, self.inner.weight, self.inner.bias).relu()
+        inner = self.activation(F.linear(x, self.inner.weight, self.inner.bias))
         return F.linear(inner, self.outer.weight, self.outer.bias)
 
 

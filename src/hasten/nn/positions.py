@@ -1,6 +1,7 @@
 """Position encodings."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,15 +18,26 @@ def sinusoids(length: int, d_model: int) -> Float[Tensor, "length d_model"]:
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :d_model].float()
 
 
+def halves(length: int, d_model: int) -> Float[Tensor, "length d_model"]:
+    """The same numbers, all sines before all cosines, as Marian has them (Junczys-Dowmunt et al., 2018)."""
+    table = sinusoids(length, d_model)
+    return torch.cat((table[:, 0::2], table[:, 1::2]), 1)
+
+
 class Sinusoids(nn.Module):
-    """Adds sinusoidal positions to (B, T, D); any length, since the table grows when needed."""
+    """Adds sinusoidal positions to (B, T, D); any length, since the table grows when needed.
+
+    layout: the order of the columns, `sinusoids` or `halves`.
+    """
 
     table: Tensor
 
-    def __init__(self, d_model: int, initial_length: int = 512):
+    def __init__(
+        self, d_model: int, initial_length: int = 512, *, layout: Callable[[int, int], Tensor] = sinusoids
+    ):  # fmt: skip
         super().__init__()
-        self.d_model = d_model
-        self.register_buffer("table", sinusoids(initial_length, d_model), persistent=False)
+        self.d_model, self.layout = d_model, layout
+        self.register_buffer("table", layout(initial_length, d_model), persistent=False)
 
     def forward(self, x: Float[Tensor, "B T D"], start: int = 0) -> Float[Tensor, "B T D"]:
         """`x` plus the encodings of positions start .. start + T - 1."""
@@ -40,4 +52,4 @@ class Sinusoids(nn.Module):
 
     def _reach(self, end: int) -> None:
         if end > self.table.shape[0]:
-            self.table = sinusoids(max(end, 2 * self.table.shape[0]), self.d_model).to(self.table)
+            self.table = self.layout(max(end, 2 * self.table.shape[0]), self.d_model).to(self.table)

@@ -82,7 +82,7 @@ def make_task(spec: RunSpec, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Task
     kept: list[list[int]] = []
     counts: Counter[str] = Counter()
     for number, (s, t) in enumerate(zip(source, target, strict=True)):
-        pair = (tokenizer.encode(s), tokenizer.encode(t))
+        pair = (tokenizer.encode(s), tokenizer.encode_target(t))
         reason = _reason_against(pair, spec)
         if labels is not None and not reason and not labels[number]:
             reason = "without fertilities"

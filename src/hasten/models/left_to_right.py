@@ -1,0 +1,164 @@
+"""What models that say one token after the other have in common, keys and values kept."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hasten.data.batch import Batch
+from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
+from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, reported
+from hasten.nn.layers import DecoderLayerState
+from hasten.nn.loss import LossTerm, cross_entropy
+from hasten.nn.positions import Sinusoids
+
+DecoderState = tuple[DecoderLayerState, ...]
+
+
+class LeftToRight(GenerationModel):
+    """p(y | x) = product over t of p(y_t | y_<t, x), trained by label-smoothed cross-entropy.
+
+    A subclass has `spec`, `embedding`, `positions`, `dropout`, an `encoder` and a `decoder` with the calls of
+    `hasten.nn.stack`, and says how ids are looked up (`look_up`) and scored (`logits`).
+    """
+
+    banned: Tensor
+    spec: Any
+    positions: Sinusoids
+    dropout: Callable[[Tensor], Tensor]
+    encoder: Any
+    decoder: Any
+    most_steps: int = 2**31
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.edits = (Edit("append", self._append),)
+        banned = torch.zeros(vocab_size)
+        banned[[i for i in SPECIAL_IDS if i != EOS]] = -torch.inf
+        self.register_buffer("banned", banned, persistent=False)
+
+    @abstractmethod
+    def look_up(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """What stands for each id, positions apart."""
+
+    @abstractmethod
+    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """Scores of every vocabulary entry, from decoder states."""
+
+    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
+        """Encoder states of the source."""
+        return Memory(self.encoder(self._embed(source), mask), mask)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
+        """Cross-entropy of every target token and of the end symbol."""
+        states, outputs, real = self._forced(batch)
+        return self._terms(self.logits(states[real]), outputs[real], real, batch)
+
+    def _terms(
+        self, logits: Float[Tensor, "N V"], outputs: Int[Tensor, "N"], real: Bool[Tensor, "B T"], batch: Batch
+    ) -> dict[str, LossTerm]:
+        return {"tokens": LossTerm(cross_entropy(logits, outputs, self.spec.label_smoothing), real.sum())}
+
+    def log_probs(self, batch: Batch) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+        """log p(y | x) of every row, in float32, and the number of its decisions: all tokens and the end symbol."""
+        states, outputs, real = self._forced(batch)
+        own = -F.cross_entropy(self.logits(states[real]).float(), outputs[real], reduction="none")
+        return torch.zeros_like(real, dtype=own.dtype).masked_scatter(real, own).sum(1), real.sum(1)
+
+    def forced_log_probs(self, batch: Batch) -> Float[Tensor, "N V"]:
+        """Log probabilities, in float32, of what could stand at every target token and at the end, row after row."""
+        states, _, real = self._forced(batch)
+        return self.logits(states[real]).float().log_softmax(-1)
+
+    def _forced(self, batch: Batch) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """States under teacher forcing, what each is to say (y_1 .. y_U EOS), and which of them are real."""
+        inputs, real = self._inputs(batch)
+        ends = batch.target_mask.sum(1, keepdim=True)
+        outputs = F.pad(batch.target, (0, 1), value=PAD).scatter(1, ends, EOS)
+        memory = self.encode(batch.source, batch.source_mask)
+        return self.decoder(self._embed(inputs), memory.states, memory.mask), outputs, real
+
+    def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
+        """Of the "encoder", of the "decoder" over its own positions, and its "cross" attention over the source."""
+        source, mask = self._embed(batch.source), batch.source_mask
+        memory = self.encoder(source, mask, observe=reported(observe, {"self": "encoder"}, mask))
+        inputs, real = self._inputs(batch)
+        names = {"self": "decoder", "cross": "cross"}
+        self.decoder(self._embed(inputs), memory, mask, observe=reported(observe, names, real))
+
+    def start(self, memory: Memory) -> Canvas:
+        """Nothing said yet."""
+        batch, device = len(memory.mask), memory.mask.device
+        return Canvas(
+            torch.empty(batch, 0, dtype=torch.int64, device=device),
+            torch.empty(batch, 0, device=device),
+            torch.zeros(batch, dtype=torch.bool, device=device),
+            self.begin(memory),
+        )
+
+    def begin(self, memory: Memory) -> DecoderState:
+        """Decoding state before the first token."""
+        return self.decoder.begin(memory.states, memory.mask)
+
+    def next_log_probs(
+        self, last: Int[Tensor, "B"], position: int, state: DecoderState
+    ) -> tuple[Float[Tensor, "B V"], DecoderState]:
+        """Log probabilities of the token after `last`, which stands at `position` (BOS at 0), and the new state.
+
+        Symbols that are no text have -inf; the end symbol does not.
+        """
+        x = self.positions(self.look_up(last[:, None]), position)
+        x, state = self.decoder.step(x, state)
+        return self.logits(x[:, 0]).float().log_softmax(-1) + self.banned, state
+
+    def chunk_log_probs(
+        self, tokens: Int[Tensor, "B n"], places: Int[Tensor, "B"], state: DecoderState
+    ) -> tuple[Float[Tensor, "B n V"], DecoderState]:
+        """Log probabilities after each of n new tokens, the first of each row standing at `places`, and the new state.
+
+        Equal to `next_log_probs` token by token, but for rounding.
+        """
+        x, state = self.decoder.step(self.positions.each(self.look_up(tokens), places), state)
+        return self.logits(x).float().log_softmax(-1) + self.banned, state
+
+    def check_rewinds(self) -> None:
+        """`UserError` where decoding cannot take back tokens."""
+        self.decoder.check_rewinds()
+
+    def rewind(self, state: DecoderState, dropped: Int[Tensor, "B"]) -> DecoderState:
+        """The state without the last tokens, so many of each row."""
+        return self.decoder.rewind(state, dropped)
+
+    def limit(self, memory: Memory) -> Int[Tensor, "B"]:
+        """Longest output of each row in tokens, the end symbol included; it depends on the row's source alone."""
+        return (2 * memory.lengths + 20).clamp(max=self.most_steps)
+
+    def _append(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
+        last = canvas.tokens[:, -1] if iteration else torch.full_like(canvas.done, BOS, dtype=torch.int64)
+        log_probs, cache = self.next_log_probs(last, iteration, canvas.cache)
+        score, token = log_probs.max(-1)
+        return Canvas(
+            torch.cat((canvas.tokens, token[:, None]), 1),
+            torch.cat((canvas.scores, score[:, None]), 1),
+            canvas.done | (token == EOS),
+            cache,
+        )
+
+    def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
+        """Rows that said the end symbol or reached their limit."""
+        return after.done | (iteration + 1 >= self.limit(memory))
+
+    def output_ids(self, tokens: list[int]) -> list[int]:
+        """Without the end symbol."""
+        return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
+
+    def _inputs(self, batch: Batch) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """Inputs under teacher forcing, BOS y_1 .. y_U, and which of them are real."""
+        return F.pad(batch.target, (1, 0), value=BOS), F.pad(batch.target_mask, (1, 0), value=True)
+
+    def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        return self.dropout(self.positions(self.look_up(ids)))
