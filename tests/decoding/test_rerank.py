@@ -139,6 +139,24 @@ def test_settings_of_decoding_are_refused_where_there_are_none(tiny_run):
         load(tiny_run("ctc"), decoding=["iterations=4"])
 
 
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ("seed=1", "refinement models have no setting of decoding 'seed'; allowed: adaptive, iterations, remove_repeats"),
+        ("kind=ctc", "refinement models have no setting of decoding 'kind'; allowed: adaptive"),
+        ("iterations.x=1", "refinement models have no setting of decoding 'iterations.x'; allowed: adaptive"),
+        ("iterations", "'iterations' is no setting of decoding; write KEY=VALUE, for example iterations=10"),
+        ("=4", "'=4' is no setting of decoding; write KEY=VALUE"),
+        ("iterations=", "'iterations=' is no setting of decoding; write KEY=VALUE"),
+        ("iterations=0", "model.decoding.iterations: Input should be greater than 0, got 0"),
+    ],
+)
+def test_what_is_no_setting_of_decoding_is_answered_with_those_there_are(change, answer, tiny_run):
+    with pytest.raises(UserError) as told:
+        load(tiny_run("refinement"), decoding=["iterations=3", change])
+    assert answer in str(told.value)
+
+
 def test_long_lines_are_judged_part_by_part(teacher: Translator):
     narrow = dataclasses.replace(teacher, max_source_tokens=16)
     text = "kamo ti lunsch re mo. " * 4

@@ -72,7 +72,10 @@ class LengthHead(nn.Module):
             log_probs = log_probs.masked_fill(self._lengths(mask.sum(1, keepdim=True)) > longest, -torch.inf)
         possible = int((log_probs > -torch.inf).sum(1).min())
         if candidates > possible:
-            raise UserError(f"{candidates} lengths at once; this model knows {possible} for one of the sources")
+            raise UserError(
+                f"{candidates} lengths at once; this model knows {possible} for one of the sources: "
+                f"use a beam of at most {possible}"
+            )
         found, classes = log_probs.sort(descending=True, stable=True)
         return self._lengths(mask.sum(1, keepdim=True)).gather(1, classes)[:, :candidates], found[:, :candidates]
 

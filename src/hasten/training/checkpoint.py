@@ -123,8 +123,17 @@ def read_run(directory: Path, decoding: Sequence[str] = ()) -> tuple[RunSpec, To
 
 
 def _decoding_otherwise(spec: RunSpec, decoding: Sequence[str]) -> RunSpec:
-    if not hasattr(spec.model, "decoding"):
+    settings = getattr(spec.model, "decoding", None)
+    if settings is None:
         raise UserError(f"{spec.model.kind} models have no settings of decoding to change; got {decoding[0]!r}")
+    for change in decoding:
+        key, equals, value = (part.strip() for part in change.partition("="))
+        if not (key and equals and value):
+            name, default = next(iter(vars(settings).items()))
+            raise UserError(f"{change!r} is no setting of decoding; write KEY=VALUE, for example {name}={default}")
+        if key not in vars(settings):
+            allowed = ", ".join(sorted(vars(settings)))
+            raise UserError(f"{spec.model.kind} models have no setting of decoding {key!r}; allowed: {allowed}")
     return specs.changed(spec, [f"model.decoding.{change}" for change in decoding], "the model's settings of decoding")
 
 
