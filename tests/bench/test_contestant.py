@@ -55,6 +55,11 @@ def test_a_label_is_what_was_written(text):
         "a:rescorer=b",
         "a:beam=2:draft=b",
         "ctranslate2:a:draft=b",
+        "a:beam=" + "9" * 5000,
+        "a:beam=4:beam=5",
+        "a:iterations=4:iterations=5",
+        "a:beam=2:rescorer=b:rescorer=c",
+        "ctranslate2:a:int8:float32",
     ],
 )
 def test_other_options_are_refused(text):

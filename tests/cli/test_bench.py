@@ -89,6 +89,7 @@ def test_a_model_that_the_peer_cannot_hold_runs_without_it(data, tmp_path, token
         (("--models", "x:beam=0"), "beam=0"),
         (("--models", "nobody"), "no model 'nobody'"),
         (("--models", "x", "--threads", "two"), "'two' is not in 1 to 1024"),
+        (("--models", "x", "--threads", "9" * 5000), "is not in 1 to 1024"),
         (("--models", "x", "--split", "exam"), "exam"),
     ],
 )

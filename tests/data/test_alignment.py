@@ -173,6 +173,7 @@ def test_a_file_that_cannot_be_finished_is_not_there(tmp_path: Path):
         (b"1 0\n", r"f has 1 lines of fertilities, the training split 2 pairs; line i belongs to pair i"),
         (b"1 0\n1 -1\n", r"f, line 2: '-1' is no fertility"),
         (b"1 0\n1.0\n", r"f, line 2: '1.0' is no fertility"),
+        (b"1 0\n" + b"9" * 5000 + b"\n", r"f, line 2: '99999999999999999999' is no fertility"),
         (b"1  0\n1\n", r"f, line 1: '' is no fertility"),
         ("²\n1\n".encode(), r"f, line 1: '²' is no fertility"),
         (b"\xff\n1\n", r"f, line 1: invalid UTF-8"),

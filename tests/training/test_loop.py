@@ -296,6 +296,8 @@ def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(run_spec, task
 def test_a_run_without_pairs_is_refused(run_spec, letters, directory):
     with pytest.raises(UserError, match="no training pairs are left"):
         train(run_spec(), directory, letters, Task([], [], []))
+    with pytest.raises(UserError, match=r"see data\.path, data\.distilled, data\.fertilities and data\.max_tokens"):
+        Task([], [], [], []).check()
     assert not directory.exists()
 
 

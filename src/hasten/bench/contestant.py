@@ -51,11 +51,16 @@ def parse(text: str) -> Contestant:
     peer = engine in _PEERS and bool(colon)
     model, *options = (rest if peer else text).split(":")
     found = Contestant(model, engine if peer else "hasten")
+    given: set[str] = set()
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
+        name = "compute" if peer and option in _COMPUTE else key
+        if name in given:
+            raise UserError(f"--models: {text!r} gives {name} more than once; write it once")
+        given.add(name)
         if peer and option in _COMPUTE:
             found = replace(found, compute=option)
-        elif key == "beam" and found.engine != "onnx" and value.isdecimal() and value.isascii() and int(value) >= 1:
+        elif key == "beam" and found.engine != "onnx" and _counts(value):
             found = replace(found, beam=int(value))
         elif key == "beam" or peer or not (key and equals and value):
             raise UserError(
@@ -76,6 +81,11 @@ def parse(text: str) -> Contestant:
     if found.draft and found.beam > 1:
         raise UserError(f"--models: {text!r} has a draft, which is for one output without a beam; leave out beam")
     return found
+
+
+def _counts(text: str) -> bool:
+    """Whether it is a number from 1 in digits, of a length that Python reads."""
+    return text.isdecimal() and text.isascii() and len(text) < 10 and int(text) >= 1
 
 
 def parse_all(text: str) -> list[Contestant]:

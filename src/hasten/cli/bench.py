@@ -88,7 +88,8 @@ def _threads(text: str) -> tuple[int, ...]:
 
     found = set()
     for part in text.split(","):
-        if part.strip() != "all" and not (part.strip().isdecimal() and 1 <= int(part) <= MOST_THREADS):
+        number = part.strip().isdecimal() and len(part) < 10
+        if part.strip() != "all" and not (number and 1 <= int(part) <= MOST_THREADS):
             raise UserError(f"--threads: {part.strip()!r} is not in 1 to {MOST_THREADS}; write for example 1,all")
         found.add(cores() if part.strip() == "all" else int(part))
     return tuple(sorted(found))

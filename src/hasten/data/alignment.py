@@ -12,6 +12,7 @@ Link = tuple[int, int]
 """(source position, target position), counted from 0."""
 
 _NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
+_MOST_DIGITS = 10  # more than any text has pieces; Python itself reads no more than some thousands
 _HEADLINE = "`hasten align` makes it"
 
 
@@ -115,7 +116,7 @@ def read_fertilities(path: str | Path, n_lines: int) -> list[list[int]]:
 def _read_line(line: str, path: str | Path, number: int) -> list[int]:
     fields = line.split(" ") if line else []
     for field in fields:
-        if not (field.isascii() and field.isdigit()):
+        if not (field.isascii() and field.isdigit() and len(field) < _MOST_DIGITS):
             raise UserError(
                 f"{path}, line {number}: {field[:20]!r} is no fertility; a line has whole numbers from 0, one a source "
                 f"piece and one for the end, with single spaces between; {_HEADLINE}"

@@ -65,9 +65,8 @@ class Task:
     def check(self) -> None:
         """`UserError` where there is nothing to learn from."""
         if not self.pairs:
-            raise UserError(
-                "no training pairs are left after filtering; see data.path, data.distilled and data.max_tokens"
-            )
+            files = "data.path, data.distilled" + ("" if self.fertilities is None else ", data.fertilities")
+            raise UserError(f"no training pairs are left after filtering; see {files} and data.max_tokens")
 
     def fingerprint(self) -> str:
         """SHA-256 of the training pairs and labels: a run goes on only with what it began with."""
