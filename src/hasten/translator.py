@@ -180,6 +180,12 @@ class Translator:
             [own.encode_target(text.strip()) for text in targets],
         )
         pairs = list(zip(*sides, strict=True))
+        longest, allowed = max((max(map(len, pair)) for pair in pairs), default=0), self.model.longest
+        if allowed is not None and longest > allowed:
+            raise UserError(
+                f"a text of {longest} pieces; the model that is to score it takes {allowed}: shorten the text, or let "
+                "a model score whose attention has no max_length"
+            )
         return judge(self._scoring(), pairs, batch_tokens=batch_tokens, device=self.device)
 
     def _rescored(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hasten.attention import SynthesizerSpec
 from hasten.data.batch import source_batch
 from hasten.data.tokenizer import BOS, EOS
 from hasten.decoding.refine import final, refine
@@ -142,7 +143,7 @@ def test_settings_of_decoding_are_refused_where_there_are_none(tiny_run):
 @pytest.mark.parametrize(
     ("change", "answer"),
     [
-        ("seed=1", "refinement models have no setting of decoding 'seed'; allowed: adaptive, iterations, remove_repeats"),
+        ("seed=1", "models have no setting of decoding 'seed'; allowed: adaptive, iterations, remove_repeats"),
         ("kind=ctc", "refinement models have no setting of decoding 'kind'; allowed: adaptive"),
         ("iterations.x=1", "refinement models have no setting of decoding 'iterations.x'; allowed: adaptive"),
         ("iterations", "'iterations' is no setting of decoding; write KEY=VALUE, for example iterations=10"),
@@ -155,6 +156,22 @@ def test_what_is_no_setting_of_decoding_is_answered_with_those_there_are(change,
     with pytest.raises(UserError) as told:
         load(tiny_run("refinement"), decoding=["iterations=3", change])
     assert answer in str(told.value)
+
+
+def test_a_length_power_that_numbers_cannot_hold_is_refused(tiny_run):
+    with pytest.raises(UserError, match=r"length_power: Input should be less than or equal to 8, got 1e[+]308"):
+        load(tiny_run("dag"), decoding=["length_power=1e308"])
+
+
+def test_a_rescorer_that_cannot_take_a_text_says_so(tokenizer, tiny_spec):
+    narrow = (SynthesizerSpec(parts=("random",), max_length=6),)
+    spec = dataclasses.replace(tiny_spec("autoregressive").model, encoder_attention=narrow)
+    short = Translator(spec.build(tokenizer.vocab_size).eval(), tokenizer)
+    assert len(tokenizer.encode("kamo")) <= 5 < len(tokenizer.encode("kamo ti lunsch re"))
+    assert short.score(["kamo"], ["ti"])[0] < 0
+    for sides in (("kamo ti lunsch re", "ti"), ("ti", "kamo ti lunsch re")):
+        with pytest.raises(UserError, match=r"a text of [0-9]+ pieces; the model that is to score it takes 5"):
+            short.score(*([side] for side in sides))
 
 
 def test_long_lines_are_judged_part_by_part(teacher: Translator):

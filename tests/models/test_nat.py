@@ -340,3 +340,14 @@ def test_unknown_words_come_back_as_they_were(tokenizer):
         optimizer.step()
     assert Translator(model.eval(), tokenizer).translate(lines) == lines
     assert Translator(model, tokenizer).translate(lines, beam=3) == lines
+
+
+@pytest.mark.parametrize("method", ["argmax", "average"])
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_fertilities_that_are_not_numbers_are_refused(method, candidates: int):
+    model = build(decoding=NATDecoding(method=method))
+    with torch.no_grad():
+        model.fertility.classes.bias.fill_(3e38)
+        model.fertility.classes.weight.mul_(1e38)
+    with pytest.raises(UserError, match="not numbers"):
+        decode(model, SOURCES, candidates)

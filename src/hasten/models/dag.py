@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ class DAGDecoding(Spec):
     """By the best edge, the best edge with its word, the best path of all, or the best output over all its paths."""
     beta: NonNegativeFloat = 1.0
     """Lookahead: the weight of a word's log probability beside that of the edge to it."""
-    length_power: NonNegativeFloat = 1.0
+    length_power: Annotated[float, Ge(0), Le(8)] = 1.0
     """Viterbi and beam rank by log probability / words ** length_power: 0 favours short outputs, 1 none."""
     beam: PositiveInt = 20
     """Beginnings that the method `beam` keeps."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
-from hasten.errors import UserError
+from hasten.errors import NOT_FINITE, UserError
 from hasten.fields import NonNegativeFloat, PositiveFactor, PositiveInt, Seed, Spec
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
@@ -199,18 +199,25 @@ class NAT(GenerationModel):
 
     def start(self, memory: Memory) -> Canvas:
         """As many placeholders as the chosen fertilities sum to."""
-        log_probs = self.fertility.log_probs(memory.states)
+        log_probs = self._told(memory)
         return canvas_of(self.usable(self._chosen(log_probs), log_probs, memory))
 
     def starts(self, memory: Memory, candidates: int) -> Canvas:
         """Besides the canvas of `start`, those of drawn fertilities: noisy parallel decoding (section 4.2 there)."""
-        log_probs, decoding = self.fertility.log_probs(memory.states), self.spec.decoding
+        log_probs, decoding = self._told(memory), self.spec.decoding
         found = [self._chosen(log_probs)]
         for number in range(1, candidates):
             uniform = noise(decoding.seed, number, log_probs.shape[1]).to(log_probs.device)
             found.append(drawn(log_probs, uniform.expand(len(log_probs), -1), decoding.temperature))
         usable = [self.usable(fertilities, log_probs, memory) for fertilities in found]
         return canvas_of(torch.stack(usable, 1).flatten(0, 1))
+
+    def _told(self, memory: Memory) -> Float[Tensor, "B S C"]:
+        """Log probabilities of the fertilities; `UserError` where they are not numbers."""
+        log_probs = self.fertility.log_probs(memory.states)
+        if log_probs[memory.mask].isnan().any():
+            raise UserError(NOT_FINITE)
+        return log_probs
 
     def usable(
         self, fertilities: Int[Tensor, "B S"], log_probs: Float[Tensor, "B S C"], memory: Memory
