@@ -21,6 +21,7 @@ from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS, UNK, Tokenizer
 from hasten.errors import UserError
 from hasten.importing.marian import import_marian
 from hasten.training import checkpoint
+from hasten.training.ctranslate2_teacher import CTranslate2Teacher
 from hasten.training.teachers import ModelTeacher
 
 transformers = pytest.importorskip("transformers")
@@ -284,3 +285,17 @@ def test_a_damaged_tokenizer_file_is_refused(run: Path, tmp_path: Path):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
         with pytest.raises(UserError, match="damaged"):
             Tokenizer.load(tmp_path / "tokenizer.model")
+
+
+def test_a_conversion_for_ctranslate2_teaches_the_same(original: Path, run: Path, tmp_path: Path, words: list[str]):
+    converters = pytest.importorskip("ctranslate2").converters
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        converters.TransformersConverter(str(original), copy_files=["source.spm", "target.spm"]).convert(
+            str(tmp_path / "ct2")
+        )
+    teacher = CTranslate2Teacher(f"ctranslate2:{tmp_path / 'ct2'}", beam=1).ready()
+    lines = [*words[:10], "漢字", ""]
+    said = ModelTeacher(str(run), beam=1).ready().translate(lines)
+    assert teacher.translate(lines) == said
+    assert len(set(said)) > 3

@@ -22,7 +22,8 @@ def distill(
     src: Annotated[Path, typer.Option(help="Source lines to translate, UTF-8, may be .gz.", show_default=False)],
     out: Annotated[Path, typer.Option(help="File to write, a line for every source line.", show_default=False)],
     teacher: Annotated[
-        str | None, typer.Option(help="A bundled model, a run directory or a hub id.", show_default=False)
+        str | None,
+        typer.Option(help="A bundled model, a run directory, a hub id or ctranslate2:DIR.", show_default=False),
     ] = None,
     teacher_command: Annotated[
         str | None,
@@ -52,6 +53,9 @@ def distill(
     force: Annotated[bool, typer.Option("--force", help="Replace --out and unfinished work on it.")] = False,
 ) -> None:
     """Translate training sources by a teacher, line for line; lines of pairs that a filter leaves out are empty.
+
+    ctranslate2:DIR is a directory of CTranslate2: one by `hasten export`, or a conversion of an OPUS-MT model with its
+    source.spm and target.spm beside it.
 
     After an interruption the same command goes on where it stopped. The counts also go to OUT.report.json.
 
@@ -87,6 +91,7 @@ def _teacher(
     name: str | None, command: str | None, tokenizer: str | None, *, beam: int | None, batch_tokens: int | None,
     device: str | None, threads: int | None,
 ) -> "Teacher":  # fmt: skip
+    from hasten.training.ctranslate2_teacher import PREFIX, CTranslate2Teacher
     from hasten.training.teachers import CommandTeacher, ModelTeacher
 
     if (name is None) == (command is None):
@@ -94,7 +99,8 @@ def _teacher(
     if name is not None:
         if tokenizer is not None:
             raise UserError("--tokenizer goes with --teacher-command; a --teacher brings its own")
-        return ModelTeacher(name, beam or 4, batch_tokens or 4096, device or "cpu", threads or 1)
+        kind = CTranslate2Teacher if name.startswith(PREFIX) else ModelTeacher
+        return kind(name, beam or 4, batch_tokens or 4096, device or "cpu", threads or 1)
     assert command is not None
     foreign = {"--beam": beam, "--batch-tokens": batch_tokens, "--device": device, "--threads": threads}
     for option, value in foreign.items():

@@ -60,7 +60,7 @@ class ModelTeacher(Teacher):
 
         directory = resolve(self.name)
         files = {"weights": checkpoint.WEIGHTS, "config": checkpoint.CONFIG, "tokenizer": checkpoint.TOKENIZER}
-        files = {f"{key} sha256": _sha256_of_file(directory / file) for key, file in files.items()}
+        files = {f"{key} sha256": sha256_of_file(directory / file) for key, file in files.items()}
         return {**files, "beam": self.beam, "batch_tokens": self.batch_tokens, "device": self.device}
 
     def ready(self) -> ReadyTeacher:
@@ -96,7 +96,7 @@ class CommandTeacher(Teacher):
         """The command itself."""
         if self.tokenizer is None:
             return {"command": self.name}
-        return {"command": self.name, "tokenizer sha256": _sha256_of_file(_tokenizer_file(self.tokenizer))}
+        return {"command": self.name, "tokenizer sha256": sha256_of_file(_tokenizer_file(self.tokenizer))}
 
     def ready(self) -> ReadyTeacher:
         """Load the tokenizer; the command itself starts with every shard."""
@@ -135,7 +135,8 @@ def _tokenizer_file(model: str) -> Path:
     return resolve(model) / TOKENIZER
 
 
-def _sha256_of_file(path: Path) -> str:
+def sha256_of_file(path: Path) -> str:
+    """Of its content; `UserError` where it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
