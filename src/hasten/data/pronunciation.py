@@ -40,7 +40,7 @@ def build_pronunciation_corpus(
     wanted = {"valid": valid, "test": test, "train": len(entries) - valid - test if train is None else train}
     for name, count in wanted.items():
         if count < 1:
-            raise UserError(f"{name} would have {count} words; 1 or more, of {len(entries)} in all")
+            raise UserError(f"{name} would have {count} words; every split needs one, of {len(entries):,} in all")
     if sum(wanted.values()) > len(entries):
         raise UserError(f"{sum(wanted.values())} words in all; the dictionary has {len(entries)} of plain letters")
     rest = iter(entries)
