@@ -19,7 +19,7 @@ demo:
 
 test:
 	@scripts/setup test
-	@.venv/bin/python -m pytest -n auto $(ARGS)
+	@.venv/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: venv
 	.venv/bin/ruff check .
