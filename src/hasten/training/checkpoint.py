@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hasten import spec as specs
 from hasten.data.tokenizer import Tokenizer
+from hasten.directories import made
 from hasten.errors import UserError
 from hasten.models.base import GenerationModel
 from hasten.spec import RunSpec
@@ -211,20 +212,17 @@ def claim(directory: Path, *, resume: bool, force: bool) -> None:
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
     """Nobody else trains there meanwhile: another process that tries gets a `UserError`."""
-    created = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"cannot write a run to {directory}: {error.strerror}") from error
-    try:
+    with made(directory, "cannot write a run to"):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = os.open(directory, os.O_RDONLY)
         except OSError as error:
-            raise UserError(f"another process trains in {directory}; wait for it or choose another --out") from error
-        yield
-    finally:
-        os.close(descriptor)
-        with suppress(OSError):  # those that are in use
-            for path in created:
-                path.rmdir()
+            raise UserError(f"cannot write a run to {directory}: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                hint = "wait for it or choose another --out"
+                raise UserError(f"another process trains in {directory}; {hint}") from error
+            yield
+        finally:
+            os.close(descriptor)
