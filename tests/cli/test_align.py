@@ -120,3 +120,12 @@ def test_a_mistake_is_one_line_and_writes_nothing(place, monkeypatch, capsys, tm
     assert problem in error
     assert error.splitlines()[-1].startswith("error: ")
     assert not out.exists()
+
+
+def test_where_no_pair_has_a_label_nothing_is_written(place, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "labels"
+    options = ("--model", "teacher", "--method", "attention", "--max-tokens", "1", "--out", out)
+    assert align(monkeypatch, place, *options) == 2
+    shown = capsys.readouterr()
+    assert "no pair has a label (30 too long); nothing was written. --max-tokens says what is too long" in shown.err
+    assert not list(tmp_path.iterdir())

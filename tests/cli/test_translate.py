@@ -167,6 +167,36 @@ def test_the_file_that_is_read_is_not_overwritten(run, tmp_path: Path):
     assert path.read_bytes() == b"kamo\n"
 
 
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--beam", "2", "--rescorer", "CTC"], "models give no probability of a given text"),
+        (["--draft", "CTC"], "check no drafts"),
+        (["--decoding", "iterations=0"], "decoding"),
+        (["--on-long", "error"], "line 1"),
+    ],
+)
+def test_what_is_refused_leaves_the_files_as_they_were(run, tiny_run, tmp_path, option, options, what):
+    if option == "--trace" and "--beam" in options:
+        pytest.skip("there is no trace of a beam")
+    kept = tmp_path / "kept"
+    kept.write_text("precious")
+    own = [str(tiny_run("ctc")) if word == "CTC" else word for word in options]
+    code, _, err = run(b"ka " * 2000, option, str(kept), *own)
+    assert code == 2
+    assert what in err
+    assert kept.read_text() == "precious"
+    assert run(b"ka " * 2000, option, str(tmp_path / "new"), *own)[0] == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_is_emptied_for_an_empty_text(run, tmp_path):
+    (tmp_path / "out").write_text("old")
+    assert run(b"", "--output", str(tmp_path / "out"))[0] == 0
+    assert (tmp_path / "out").read_bytes() == b""
+
+
 def start(model: Path, *options: str, **streams: int) -> subprocess.Popen[bytes]:
     code = "from hasten.cli import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -15,6 +15,7 @@ from decoding.masked_definition import Passes, Predictor, plainly
 from hasten.data.tokenizer import MASK, PAD
 from hasten.decoding.canvas import Canvas
 from hasten.decoding.masked import FAST_DLLM, LLADA, MASK_PREDICT, MaskedSampler, MaskedSpec, still_masked
+from hasten.errors import UserError
 
 LOG_PROBS = [-0.125 * step for step in range(1, 12)] + [0.0]  # few values: many ties; exact in float32
 
@@ -245,9 +246,17 @@ def test_of_equal_probabilities_the_leftmost_are_kept_whatever_the_padding():
         assert (canvas.tokens[:, 4:] == PAD).all()
 
 
-@pytest.mark.parametrize("change", [{"iterations": 0}, {"threshold": 0.0}, {"threshold": 1.5}, {"block": 0}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"iterations": 0}, {"iterations": 10**9}, {"threshold": 0.0}, {"threshold": 1.5}, {"block": 0}], ids=str
+)
 def test_numbers_out_of_range_are_refused_where_configurations_are_read(change):
     from pydantic import TypeAdapter, ValidationError
 
     with pytest.raises(ValidationError):
         TypeAdapter(MaskedSpec).validate_python(change)
+
+
+def test_passes_without_number_are_for_those_that_keep_what_they_say():
+    assert MaskedSpec(iterations=10**9, remask="none").iterations == 10**9
+    with pytest.raises(UserError, match="with remask 'worst' a sentence takes them all, allowed are 1 to 1000"):
+        MaskedSpec(iterations=1001)

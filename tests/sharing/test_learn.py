@@ -378,6 +378,17 @@ def test_the_same_directory_by_another_path_is_gone_on_with(again, uninterrupted
     assert asked == [True]
 
 
+def test_the_same_text_by_another_path_is_gone_on_with(again, uninterrupted, corpus, tmp_path):
+    shutil.copytree(uninterrupted, "out")
+    shutil.copytree(corpus.directory, tmp_path / "data")
+    for name in ("README.md", "model.safetensors"):  # the last training is not over
+        Path("out/model", name).unlink(missing_ok=True)
+    asked: list[bool] = []
+    own = changed_spec(f"data.path={tmp_path / 'data'}")(again)
+    learning(own, lambda own, directory, resume: asked.append(resume))
+    assert asked == [True]
+
+
 def changed_model(original: Original) -> Original:
     with torch.random.fork_rng():
         torch.manual_seed(7)

@@ -307,14 +307,14 @@ def test_a_kill_before_any_change_on_disk_loses_nothing(tmp_path: Path, step: in
 def interrupted(tmp_path: Path, teacher: CommandTeacher | ModelTeacher, spec: DistillSpec) -> Path:
     """A source whose distillation stopped after the first shard."""
     source = write_source(tmp_path, LINES)
-
-    def stop(progress) -> None:
-        if progress.done:
-            raise Kill
-
     with pytest.raises(Kill):
         distill(teacher, source, tmp_path / "out", spec, observe=stop)
     return source
+
+
+def stop(progress) -> None:
+    if progress.done:
+        raise Kill
 
 
 def test_unfinished_work_of_another_kind_is_not_mixed_in(model: str, tmp_path: Path):
@@ -349,6 +349,19 @@ def test_a_finished_file_is_not_written_over(tmp_path: Path):
         distill(CommandTeacher(UPPER), source, tmp_path / "out")
     assert (tmp_path / "out").read_text(encoding="utf-8") == "precious"
     distill(CommandTeacher(UPPER), source, tmp_path / "out", force=True)
+    assert (tmp_path / "out").read_text(encoding="utf-8").startswith("OPEN")
+
+
+def test_force_keeps_the_old_file_until_the_new_one_is_whole(tmp_path: Path):
+    source = interrupted(tmp_path, CommandTeacher("sed s/^/T/"), DistillSpec(shard_lines=20))
+    (tmp_path / "out").write_text("precious", encoding="utf-8")
+    with pytest.raises(UserError, match="exit status 3"):
+        distill(CommandTeacher("exit 3"), source, tmp_path / "out", force=True)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "precious"
+    with pytest.raises(Kill):
+        distill(CommandTeacher(UPPER), source, tmp_path / "out", DistillSpec(shard_lines=20), force=True, observe=stop)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "precious"
+    distill(CommandTeacher(UPPER), source, tmp_path / "out", DistillSpec(shard_lines=20))  # goes on without force
     assert (tmp_path / "out").read_text(encoding="utf-8").startswith("OPEN")
 
 

@@ -195,3 +195,16 @@ def test_a_tokenizer_can_come_from_a_model(corpus, run_spec, tokenizer, tmp_path
 def test_the_same_text_gives_the_same_tokenizer(corpus, letters):
     again = prepare.make_tokenizer(specs.TokenizerSpec(vocab_size=letters.vocab_size), corpus)
     assert again.fingerprint == letters.fingerprint
+
+
+def test_a_run_that_goes_on_elsewhere_is_told_where_its_text_is_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    prepare.check_places(specs.DataSpec(path="data"))
+    monkeypatch.chdir("elsewhere")
+    prepare.check_places(specs.DataSpec(path=str(tmp_path / "data")))
+    for name in ("path", "distilled", "fertilities"):
+        own = specs.DataSpec(**{"path": str(tmp_path / "data"), name: "data"})
+        with pytest.raises(UserError, match=rf"data.{name} data is not below .*; go on from the directory where"):
+            prepare.check_places(own)

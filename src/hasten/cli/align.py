@@ -169,13 +169,16 @@ class _Counted:
         self._pieces = self._at_end = 0
 
     def passing(self, labels: _Labels) -> Iterator[list[int]]:
-        """The labels, counted."""
+        """The labels, counted; `UserError` in the end where no pair has one."""
         for label, reason in labels:
             self._pairs[reason or "labelled"] += 1
             self._fertilities.update(label[:-1])
             self._pieces += sum(label)
             self._at_end += sum(label[-1:])
             yield label
+        if not self._pairs["labelled"]:
+            told = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self._pairs.items()))
+            raise UserError(f"no pair has a label ({told}); nothing was written. --max-tokens says what is too long")
 
     def print(self, out: Path, seconds: float) -> None:
         """The counts, and a warning where there is little to learn from."""

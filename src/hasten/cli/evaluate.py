@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.files import check_distinct, write_text
+from hasten.cli.files import check_distinct, check_writable, write_text
 from hasten.cli.limits import MOST_THREADS
 from hasten.errors import UserError
 
@@ -114,6 +114,8 @@ def evaluate(
     for file in (json, output):
         if file is not None and not file.parent.is_dir():
             raise UserError(f"{file}: no directory {file.parent}; create it first")
+        if file is not None:
+            check_writable(file)
     if threads is not None:
         import torch
 

@@ -1,5 +1,6 @@
 """Files that options name."""
 
+import os
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -12,6 +13,20 @@ def check_distinct(read: Mapping[str, Path | None], written: Mapping[str, Path |
     for (one, path), (other, another) in combinations([*written.items(), *read.items()], 2):
         if one in written and path is not None and another is not None and _same(path, another):
             raise UserError(f"{one} and {other} both name {path}; give two different files")
+
+
+def check_writable(path: Path) -> None:
+    """`UserError` where a file cannot be written; it stays as it is, and one that is not there is not made."""
+    there, folder = path.exists(), path.parent
+    reason = ""
+    if path.is_dir():
+        reason = "Is a directory"
+    elif not there and not folder.is_dir():
+        reason = "Not a directory" if folder.exists() else "No such file or directory"
+    elif not os.access(path if there else folder, os.W_OK):
+        reason = "Permission denied"
+    if reason:
+        raise UserError(f"cannot open {path}: {reason}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -325,7 +325,9 @@ def _taught(spec: "RunSpec", model: str, share: float) -> "RunSpec":
         return spec
     if not isinstance(spec.model, AutoregressiveSpec):
         raise UserError(f"--distillation: {spec.model.kind} models have no words to learn one by one; leave it out")
-    teacher = WordDistillationSpec(teacher=model, share=share)
+    # By a path that leads there from any directory: from another one the work may go on.
+    place = str(Path(model).resolve()) if Path(model).is_dir() else model
+    teacher = WordDistillationSpec(teacher=place, share=share)
     return replace(spec, model=replace(spec.model, distillation=teacher))
 
 

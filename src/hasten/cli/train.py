@@ -62,6 +62,8 @@ def _prepare(spec: "RunSpec", directory: Path, resume: bool) -> tuple["Tokenizer
     from hasten.data.tokenizer import Tokenizer
     from hasten.training import checkpoint, prepare, processes
 
+    if resume:
+        prepare.check_places(spec.data)
     prepare.check(spec)
     if spec.training.warmup >= spec.training.steps and processes.is_main():
         shown = f"training.warmup {spec.training.warmup}, training.steps {spec.training.steps}"

@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 import typer
 
-from hasten.cli.files import check_distinct
+from hasten.cli.files import check_distinct, check_writable
 from hasten.cli.limits import MOST_THREADS
 from hasten.data.lines import Chunk, read_chunks
 from hasten.errors import UserError
@@ -131,33 +131,43 @@ def translate(
                 batch_tokens=batch_tokens or _BATCH_TOKENS,
                 on_long=on_long,
             )
-        target = _Sink("stdout", sys.stdout.buffer) if output is None else _Sink.open(output, files)
-        log = None if trace is None else _Sink.open(trace, files)
+        search([])  # what the models cannot do is told while files are as they were
+        target = _Sink("stdout", lambda: sys.stdout.buffer) if output is None else _Sink.at(output, files)
+        log = None if trace is None else _Sink.at(trace, files)
         job = _Job(search, translator, drafter, nbest, scores, log, confidence)
         for chunk in read_chunks(source.fileno(), "stdin" if input is None else str(input)):
-            for lines in job.outputs(chunk):
+            for lines in filter(None, job.outputs(chunk)):
                 target.write(lines)
+        for sink in (target, log):
+            if sink is not None:
+                sink.write(())
 
 
 @dataclass(frozen=True)
 class _Sink:
-    """Where lines go, at once."""
+    """Where lines go, at once; it is opened when the first are there, so that no mistake before them empties a file."""
 
     name: str
-    file: BinaryIO
+    opened: Callable[[], BinaryIO]
 
     @classmethod
-    def open(cls, path: Path, files: ExitStack) -> "_Sink":
-        """A new file, unbuffered: what could not be written is not tried again on closing."""
-        return cls(str(path), files.enter_context(_open(path, "wb")))
+    def at(cls, path: Path, files: ExitStack) -> "_Sink":
+        """A file, unbuffered: what could not be written is not tried again on closing."""
+        check_writable(path)
+        return cls(str(path), lambda: files.enter_context(_open(path, "wb")))
+
+    @cached_property
+    def file(self) -> BinaryIO:
+        """What is written."""
+        return self.opened()
 
     def write(self, lines: Iterable[str]) -> None:
         """Write lines and flush; a reader that has gone is `BrokenPipeError`, all else that fails `UserError`."""
-        rest = memoryview("".join(line + "\n" for line in lines).encode("utf-8"))
+        rest, file = memoryview("".join(line + "\n" for line in lines).encode("utf-8")), self.file
         try:
             while rest:
-                rest = rest[self.file.write(rest) :]
-            self.file.flush()
+                rest = rest[file.write(rest) :]
+            file.flush()
         except BrokenPipeError:
             raise
         except OSError as error:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from hasten.data.tokenizer import MASK, PAD
 from hasten.decoding.canvas import Canvas
+from hasten.errors import UserError
 from hasten.fields import PositiveInt, Spec
 from hasten.nn.decoder_inputs import first
 
+_MOST_PASSES = 1000  # with remask "worst" each is made, whether it changes anything or not
 _ENDLESS = 2**31  # positions; a block that no output is longer than
 
 
@@ -29,6 +31,13 @@ class MaskedSpec(Spec):
     """What has a probability above this is kept in any case; 1: the schedule alone decides."""
     block: PositiveInt | None = None
     """Positions of a block; blocks are finished from left to right. Without it the whole output is one."""
+
+    def __post_init__(self) -> None:
+        if self.remask == "worst" and self.iterations > _MOST_PASSES:
+            raise UserError(
+                f"iterations is {self.iterations}; with remask 'worst' a sentence takes them all, allowed are 1 to "
+                f"{_MOST_PASSES} (with 'none' it takes at most one for each token)"
+            )
 
 
 MASK_PREDICT = MaskedSpec()

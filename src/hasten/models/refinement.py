@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
 from hasten.errors import UserError
-from hasten.fields import NonNegativeFloat, PositiveInt, Share, Spec
+from hasten.fields import Depth, NonNegativeFloat, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
 from hasten.models.encoder_decoder import EncoderDecoderSpec
 from hasten.nn.decoder_inputs import first, uniform_copy
@@ -33,7 +33,7 @@ _DRAWS = 3  # numbers that a corruption needs for each token: is it chosen, what
 class RefinementDecoding(Spec):
     """When refinement ends."""
 
-    iterations: PositiveInt = 10
+    iterations: Depth = 10
     """The most passes, the first one counted."""
     adaptive: bool = True
     """End a sentence as soon as a pass changes none of its tokens."""

@@ -257,11 +257,12 @@ def train_from(here: Path, spec: RunSpec, steps: int, tokenizer: Tokenizer, trai
     return run
 
 
+_TEXTS = ("path", "distilled", "fertilities")
 _STATES = (checkpoint.STATE, checkpoint.STATE + ".old")
 
 
 def _saved(run: Path, spec: RunSpec, tokenizer: Tokenizer) -> RunSpec | None:
-    """The run that has a whole state there, if it is `spec`; where it started is the same place by whatever path."""
+    """The run that has a whole state there, if it is `spec`; places are the same by whatever path."""
     held = next((run / name for name in _STATES if (run / name).exists()), None)
     if held is None:
         return None
@@ -273,7 +274,9 @@ def _saved(run: Path, spec: RunSpec, tokenizer: Tokenizer) -> RunSpec | None:
     except (UserError, OSError, ValueError):
         return None
     training = dataclasses.replace(spec.training, init_from=saved.training.init_from)
-    return saved if saved == dataclasses.replace(spec, training=training, tokenizer=saved.tokenizer) else None
+    data = dataclasses.replace(spec.data, **{name: getattr(saved.data, name) for name in _TEXTS})
+    same = dataclasses.replace(spec, training=training, tokenizer=saved.tokenizer, data=data)
+    return dataclasses.replace(saved, data=spec.data) if saved == same else None
 
 
 def _scores(run: Path) -> dict[str, float]:
@@ -301,13 +304,14 @@ def settings_of(original: Original, policy: Policy, options: Mapping[str, Any]) 
     sections = dataclasses.asdict(original.spec).items()
     data, tensors = original.spec.data, original.model.state_dict()
     text = json.dumps(Corpus.open(data.path).manifest, sort_keys=True).encode()
-    if data.distilled is not None:
+    for name, place in (("distilled", data.distilled), ("fertilities", data.fertilities)):
         try:
-            text += Path(data.distilled).read_bytes()
+            text += b"" if place is None else Path(place).read_bytes()
         except OSError as error:
+            references = " (the references will do: train.LANGUAGE of the data)" * (name == "distilled")
             raise UserError(
-                f"cannot read data.distilled {data.distilled}, of the model itself: {error.strerror}; name what "
-                "it is to learn from, as in data.distilled=PATH (the references will do: train.LANGUAGE of the data)"
+                f"cannot read data.{name} {place}, of the model itself: {error.strerror}; name what "
+                f"it is to learn from, as in data.{name}=PATH{references}"
             ) from error
     named = {
         **options,
@@ -318,7 +322,12 @@ def settings_of(original: Original, policy: Policy, options: Mapping[str, Any]) 
         "sentences measured on": _sha(*(_bytes(ids) for own in original.batches for ids in (own.source, own.target))),
         "training text": _sha(text),
     }
-    return json.loads(json.dumps(named))  # as it will be read back: tuples are lists
+    kept = {name: value for name, value in named.items() if name not in _PLACES}
+    return json.loads(json.dumps(kept))  # as it will be read back: tuples are lists
+
+
+_PLACES = ("data.path", "data.distilled", "data.fertilities", "tokenizer.from_model", "training.init_from")
+"""Paths: another way to the same place, from another directory, changes nothing; what is there is compared."""
 
 
 def _sha(*parts: bytes) -> str:
@@ -346,7 +355,7 @@ def check_begun(directory: Path, settings: Mapping[str, Any]) -> bool:
         old: dict[str, Any] = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); choose another --out") from error
-    names = {**dict.fromkeys(old), **settings}
+    names = [name for name in {**dict.fromkeys(old), **settings} if name not in _PLACES]
     changes = [_change(name, old, settings) for name in names if old.get(name, ...) != settings.get(name, ...)]
     if changes:
         told = ", ".join(changes)

@@ -125,9 +125,9 @@ def distill(
     """Write the translation of line i of `source` as line i of `out`, an empty line where the pair is left out.
 
     Returns the report that is also written beside `out`. Work that was interrupted, however harshly, is taken up where
-    the last shard was saved, and ends in the same bytes; the number of workers does not matter for them. `force`
-    throws away an existing `out` and unfinished work. Raises `UserError` where `out` exists, where unfinished work was
-    begun with another source, teacher or settings, and where another process is at work on it.
+    the last shard was saved, and ends in the same bytes; the number of workers does not matter for them. `force` throws
+    away unfinished work, and an existing `out` when the new one is whole. Raises `UserError` where `out` exists, where
+    unfinished work was begun with another source, teacher or settings, and where another process is at work on it.
 
     Source: Kim and Rush, 2016, "Sequence-Level Knowledge Distillation", section 3.2.
     """
@@ -225,7 +225,8 @@ class Output:
     def opened(cls, out: Path, task: dict[str, Any], force: bool) -> Iterator["Output"]:
         """Take up unfinished work on `out` or begin; nobody else can meanwhile."""
         partial_file, progress = beside(out, "partial"), beside(out, "progress.json")
-        if out.exists() and not force:
+        begun = partial_file.exists() and progress.exists()  # with force: the old output stays until then
+        if out.exists() and not force and not begun:
             raise UserError(f"{out} exists; give another --out, or --force to replace it")
         try:
             file = partial_file.open("ab+")
@@ -237,7 +238,6 @@ class Output:
             except OSError as error:
                 raise UserError(f"another process is at work on {out}; wait for it or give another --out") from error
             if force:
-                out.unlink(missing_ok=True)
                 progress.unlink(missing_ok=True)
             yield cls(out, task, file, _saved(out, task))
 

@@ -39,6 +39,17 @@ def check(spec: RunSpec) -> None:
     _check_memory(sum(parameter.numel() for parameter in model.parameters()))
 
 
+def check_places(data: DataSpec) -> None:
+    """`UserError` where a run that is to go on would look for its text in the wrong place, from another directory."""
+    for name in ("path", "distilled", "fertilities"):
+        place = getattr(data, name)
+        if place is not None and not Path(place).is_absolute() and not Path(place).exists():
+            raise UserError(
+                f"data.{name} {place} is not below {Path.cwd()}; go on from the directory where the run began, or give "
+                f"data.{name}=PATH"
+            )
+
+
 def _check_use_of_fertilities(spec: RunSpec) -> None:
     """`UserError` where a model that learns from fertilities has none, or another one has."""
     kind, needed = spec.model.kind, getattr(spec.model, "needs_fertilities", False)
