@@ -94,8 +94,8 @@ def test_logits_of_frames_are_those_of_pytorch(tokenizer, tmp_path, name):
     real = mask.numpy()
     frames = real.repeat(model.spec.upsample, 1)
     inputs = {"source": source.numpy(), "masked": engine.masked(real), "frames_masked": engine.masked(frames)}
-    [states] = peer._encoder.run(None, inputs)
-    [logits] = peer._output.run(None, {"states": states})
+    [states] = peer._encoder.graph.run(None, inputs)
+    [logits] = peer._output.graph.run(None, {"states": states})
     with torch.no_grad():
         memory = model.encode(source, mask)
         expected = model.logits(memory.states, memory.mask).flatten(0, 1).numpy()
@@ -117,7 +117,7 @@ def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
             expected = model.logits(x[:, 0]).numpy()
             inputs = {"last": last.numpy(), "position": np.array([position])}
             tensors = {name: peer._tensor(value) for name, value in inputs.items()}
-            logits, *past = peer._step.run_with_ort_values(peer._outputs, {**tensors, **state})
+            logits, *past = peer._step.graph.run_with_ort_values(peer._outputs, {**tensors, **state})
             state |= dict(zip(peer._past, past, strict=True))
             assert np.abs(logits.numpy() - expected).max() < 1e-4
 
@@ -268,7 +268,7 @@ def test_a_damaged_export_is_one_clear_error(tokenizer, tmp_path):
     (tmp_path / "x" / "output.onnx").write_bytes(b"not a graph")
     with pytest.raises(UserError, match=r"output\.onnx cannot be loaded"):
         engine.load(tmp_path / "x", Settings.read(tmp_path / "x"))
-    for text, problem in (("{", "damaged"), ('{"format": 9}', "format 9"), ('{"format": 1}', "damaged")):
+    for text, problem in (("{", "damaged"), ('{"format": 9}', "format 9"), ('{"format": 2}', "damaged")):
         (tmp_path / "x" / "hasten.json").write_text(text)
         with pytest.raises(UserError, match=problem):
             Settings.read(tmp_path / "x")

@@ -1,5 +1,7 @@
 """The runtime against the translator it stands in for."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +109,8 @@ def test_a_mistake_is_one_line(pairs, tmp_path: Path):
     _, out = pairs["ctc"]
     for arguments, problem in (
         ([str(tmp_path)], "no model for ONNX Runtime"),
-        ([str(out), "--threads", "-1"], "--threads"),
+        ([str(out), "--threads", "-1"], "threads is -1, allowed 0 to"),
+        ([str(out), "--threads", "1" + "0" * 12], "threads is 1000000000000, allowed 0 to"),
     ):
         done = subprocess.run([sys.executable, "-m", "hasten.runtime", *arguments], input=b"x\n", capture_output=True)
         assert (done.returncode, done.stdout) == (2, b"")
@@ -119,6 +122,43 @@ def test_a_mistake_is_one_line(pairs, tmp_path: Path):
     done = subprocess.run(command, input=long, capture_output=True)
     assert (done.returncode, done.stdout.count(b"\n")) == (2, 1)
     assert done.stderr.startswith(b"error: line 2 has ")
+
+
+SETTINGS = [
+    ("kind", ["ctc"]), ("compute", 3), ("max_source_tokens", "x"), ("max_source_tokens", 0), ("upsample", 0),
+    ("upsample", True), ("upsample", 10**9), ("parameters", None), ("tokenizer", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_settings_that_cannot_be_are_named(pairs, tmp_path: Path, name, value):
+    out = shutil.copytree(pairs["ctc"][1], tmp_path / "x")
+    found = json.loads((out / "hasten.json").read_text())
+    (out / "hasten.json").write_text(json.dumps({**found, name: value}))
+    with pytest.raises(UserError, match=rf"hasten\.json is damaged: {name} is "):
+        load(out)
+
+
+def test_files_that_do_not_belong_together_are_told(pairs, tokenizer, words, tmp_path: Path):
+    out = shutil.copytree(pairs["ctc"][1], tmp_path / "x")
+    tokenizer.train(words, tokenizer.vocab_size - 5, threads=1).save(out / "tokenizer.model")
+    with pytest.raises(UserError, match=r"tokenizer\.model is not the tokenizer of this model"):
+        load(out)
+    for kind, name in (("ctc", "encoder"), ("ctc", "output"), ("autoregressive", "step")):
+        out = shutil.copytree(pairs[kind][1], tmp_path / name)
+        other = "autoregressive" if kind == "ctc" else "ctc"
+        shutil.copy(pairs[other][1] / "encoder.onnx", out / f"{name}.onnx")
+        with pytest.raises(UserError, match=rf"{name}\.onnx is the graph of something else"):
+            load(out)
+
+
+def test_a_graph_that_computes_something_else_is_told_and_nothing_besides(pairs, tmp_path: Path, capfd):
+    out = shutil.copytree(pairs["ctc"][1], tmp_path / "x")
+    found = json.loads((out / "hasten.json").read_text())
+    (out / "hasten.json").write_text(json.dumps({**found, "upsample": found["upsample"] + 1}))
+    with pytest.raises(UserError, match=r"encoder\.onnx cannot be computed .* export the model again"):
+        load(out).translate(["kamo ti."])
+    assert capfd.readouterr().err == ""
 
 
 def test_options_that_only_pytorch_has_are_refused(pairs, monkeypatch, capsys):

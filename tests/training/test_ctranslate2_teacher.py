@@ -90,3 +90,20 @@ def test_a_damaged_model_is_refused(teacher: Path, tmp_path: Path):
     (directory / "config.json").write_text(json.dumps({})[:1], encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json is no JSON"):
         CTranslate2Teacher(f"ctranslate2:{directory}").ready()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("shared_vocabulary.json", '{"a": 1}', r"shared_vocabulary\.json is no list of pieces"),
+        ("shared_vocabulary.json", "[1, [2]]", r"shared_vocabulary\.json is no list of pieces"),
+        ("shared_vocabulary.json", '["<unk>", "strange"]', "is not that of the tokenizer: 'strange' is none of its"),
+        ("shared_vocabulary.json", "[" * 10**5, r"shared_vocabulary\.json is no JSON"),
+        ("config.json", "[]", r"config\.json is no configuration"),
+    ],
+)
+def test_files_that_are_something_else_are_named(teacher: Path, tmp_path: Path, name: str, text: str, said: str):
+    directory = Path(shutil.copytree(teacher / "ct2", tmp_path / "ct2"))
+    (directory / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        CTranslate2Teacher(f"ctranslate2:{directory}").ready()

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 
 import sentencepiece
@@ -32,8 +33,14 @@ class MarianTokenizer(Tokenizer):
                 source, target, listed = (archive.read(name) for name in (_SOURCE, _TARGET, _PIECES))
             self._source, self._target = _processor(source, _SOURCE), _processor(target, _TARGET)
             ordinary = json.loads(listed)
-        except (zipfile.BadZipFile, KeyError, ValueError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError, EOFError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(f"the tokenizer file is damaged: {error}") from error
+        if not isinstance(ordinary, list) or not all(isinstance(piece, str) for piece in ordinary):
+            raise UserError(f"the tokenizer file is damaged: {_PIECES} is no list of pieces")
+        if len(set(ordinary)) < len(ordinary):
+            raise UserError(f"the tokenizer file is damaged: {_PIECES} has a piece twice")
         self._pieces = [*_SPECIAL, *ordinary]
         self._ids = {piece: i for i, piece in enumerate(self._pieces) if i not in SPECIAL_IDS}
         self.vocab_size = len(self._pieces)
@@ -80,6 +87,8 @@ def _listed(pieces: Sequence[str]) -> bytes:
 
 
 def _processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
+    if not model:
+        raise UserError(f"{name} is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, UnicodeDecodeError) as error:

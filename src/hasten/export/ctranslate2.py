@@ -58,15 +58,14 @@ def export(
     exportable = check_exportable(model)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; give a directory that --out may write")
-    if directory.is_dir() and any(directory.iterdir()):
-        if not force:
-            raise UserError(f"{directory} is not empty; choose another --out or give --force")
-        _clear(directory)
+    old = _replaceable(directory, force)
     spec = build_spec(exportable, tokenizer.pieces())
     spec.validate()
     spec.optimize(quantization=quantization)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for path in old:
+            path.unlink()
         spec.save(str(directory))
         tokenizer.save(directory / "tokenizer.model")
         (directory / "README.md").write_text(_usage(quantization), encoding="utf-8")
@@ -75,13 +74,14 @@ def export(
     return directory
 
 
-def _clear(directory: Path) -> None:
-    """Remove an exported model, whole or not, and never anything else."""
-    found = {path.name for path in directory.iterdir()}
-    if not found <= {*_FILES, "tokenizer.model", "README.md"} or not found & set(_FILES):
+def _replaceable(directory: Path, force: bool) -> list[Path]:
+    """Refuse a directory in use; with `force` the files of an exported model there, and never anything else."""
+    found = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    if found and not force:
+        raise UserError(f"{directory} is not empty; choose another --out or give --force")
+    if found and (not found <= {*_FILES, "tokenizer.model", "README.md"} or not found & set(_FILES)):
         raise UserError(f"{directory} holds something else than a CTranslate2 model; it is not overwritten")
-    for name in found:
-        (directory / name).unlink()
+    return [directory / name for name in found]
 
 
 def build_spec(model: Autoregressive, pieces: Sequence[str]) -> Any:

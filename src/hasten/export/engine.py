@@ -10,6 +10,7 @@ from hasten.data.tokenizer import EOS, SPECIAL_IDS, UNK, Tokenizer
 from hasten.errors import MissingExtra, UserError
 
 VOCABULARY, CONFIG = "shared_vocabulary.json", "config.json"
+_THEIRS = frozenset(("<s>", "</s>", "<unk>", "<blank>", "<pad>"))  # what converters add
 
 
 def engine() -> Any:
@@ -38,7 +39,14 @@ class CTranslate2Model:
     ):
         self.tokenizer, self.pieces = tokenizer, tokenizer.pieces()
         self._ids = {piece: i for i, piece in enumerate(self.pieces)}
-        known, config = set(read_json(directory, VOCABULARY)), read_json(directory, CONFIG)
+        known, config = read_vocabulary(directory), read_json(directory, CONFIG)
+        if not isinstance(config, dict):
+            raise UserError(f"{Path(directory) / CONFIG} is no configuration of CTranslate2")
+        if foreign := [piece for piece in known if piece not in self._ids and piece not in _THEIRS]:
+            raise UserError(
+                f"{Path(directory) / VOCABULARY} is not that of the tokenizer: {foreign[0]!r} is none of its "
+                "pieces; put the tokenizer of this very model beside it"
+            )
         # A conversion of another package's model may lack special symbols, and leave the end of the source to us.
         self._suppressed = [[self.pieces[i]] for i in SPECIAL_IDS if i not in (UNK, EOS) and self.pieces[i] in known]
         self._ends = [] if config.get("add_source_eos") else [self.pieces[EOS]]
@@ -80,6 +88,14 @@ class CTranslate2Model:
         return [list(result.log_probs) for result in results]
 
 
+def read_vocabulary(directory: str | Path) -> dict[str, int]:
+    """The pieces of a CTranslate2 directory and their ids there; `UserError` where it is missing or damaged."""
+    listed = read_json(directory, VOCABULARY)
+    if not isinstance(listed, list) or not all(isinstance(piece, str) for piece in listed):
+        raise UserError(f"{Path(directory) / VOCABULARY} is no list of pieces")
+    return {piece: i for i, piece in enumerate(listed)}
+
+
 def read_json(directory: str | Path, name: str) -> Any:
     """A file of a CTranslate2 directory; `UserError` where it is missing or damaged."""
     try:
@@ -89,5 +105,5 @@ def read_json(directory: str | Path, name: str) -> Any:
             f"cannot read {Path(directory) / name}: {error.strerror}; convert the model by CTranslate2 4, with one "
             "vocabulary for both sides"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{Path(directory) / name} is no JSON: {error}") from error

@@ -49,14 +49,16 @@ def export(
         raise UserError(f"compute {compute!r} is unknown; choose one of {', '.join(GRAPHS)}")
     own = check_holdable(model)
     onnx = onnx_package()
-    _make_room(directory, force)
+    old = _replaceable(directory, force)
     graph, longest = GRAPHS[compute], max_source_tokens + 1  # the end symbol
     graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else autoregressive_graphs(graph, own, longest)
     upsample = own.spec.upsample if isinstance(own, CTC) else 1
     parameters = sum(parameter.numel() for parameter in own.parameters())
-    settings = Settings(own.spec.kind, compute, max_source_tokens, upsample, parameters)
+    settings = Settings(own.spec.kind, compute, max_source_tokens, upsample, parameters, tokenizer.fingerprint)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for path in old:
+            path.unlink()
         for name, graph in graphs.items():
             onnx.save_model(graph, directory / name)
         tokenizer.save(directory / "tokenizer.model")
@@ -67,8 +69,8 @@ def export(
     return directory
 
 
-def _make_room(directory: Path, force: bool) -> None:
-    """Refuse a directory in use; with `force` remove an exported model, and never anything else."""
+def _replaceable(directory: Path, force: bool) -> list[Path]:
+    """Refuse a directory in use; with `force` the files of an exported model there, and never anything else."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; give a directory that --out may write")
     found = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
@@ -76,8 +78,7 @@ def _make_room(directory: Path, force: bool) -> None:
         raise UserError(f"{directory} is not empty; choose another --out or give --force")
     if found and (not found <= {*_FILES, *_OTHERS} or not found & set(_FILES)):
         raise UserError(f"{directory} holds something else than an ONNX model of hasten; it is not overwritten")
-    for name in found:
-        (directory / name).unlink()
+    return [directory / name for name in found]
 
 
 def _usage(compute: str) -> str:

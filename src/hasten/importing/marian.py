@@ -53,9 +53,9 @@ def import_marian(directory: Path, out: Path, *, force: bool = False) -> Path:
     ordinary = [pieces[i] for i in order[len(SPECIAL_IDS) :]]
     tokenizer = MarianTokenizer.pack(_bytes(directory / "source.spm"), _bytes(directory / "target.spm"), ordinary)
     weights = _converted(_weights(directory), spec, order, str(directory / WEIGHTS))
-    with torch.random.fork_rng(devices=[]):
-        model = spec.build(tokenizer.vocab_size)
-    checkpoint.fill(model, weights, str(directory / WEIGHTS))
+    with torch.device("meta"):  # no memory is taken for what a configuration may ask for
+        shapes = spec.build(tokenizer.vocab_size).state_dict()
+    checkpoint.compare(shapes, weights, str(directory / WEIGHTS))
     checkpoint.clear_run(out)
     run = RunSpec(
         model=spec,
@@ -63,7 +63,7 @@ def import_marian(directory: Path, out: Path, *, force: bool = False) -> Path:
         tokenizer=TokenizerSpec(vocab_size=tokenizer.vocab_size),
     )
     checkpoint.write_run(out, run, tokenizer)
-    checkpoint.save_weights(out / checkpoint.WEIGHTS, model.state_dict(), tokenizer)
+    checkpoint.save_weights(out / checkpoint.WEIGHTS, weights, tokenizer)
     (out / "README.md").write_text(_card(directory, out, spec, tokenizer.vocab_size), encoding="utf-8")
     return out
 
@@ -81,11 +81,14 @@ def _config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory / 'config.json'}: dropout is {config['dropout']!r}, allowed 0 to less than 1")
     for name in (*_NUMBERS, *_IDS):
         value, least = config.get(name), int(name in _NUMBERS)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(f"{directory / 'config.json'}: {name} is {value!r}, needed a whole number, {least} or more")
+        most = _MOST_LAYERS if name.endswith("_layers") else _MOST
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            told = f"{name} is {value!r:.40}, needed a whole number, {least} to {most}"
+            raise UserError(f"{directory / 'config.json'}: {told}")
     return config
 
 
+_MOST, _MOST_LAYERS = 2**31 - 1, 1000
 _NUMBERS = (
     "vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads",
     "encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings",
@@ -132,7 +135,8 @@ def _unsupported(directory: Path, name: str, value: object, allowed: str) -> Use
 def _pieces(directory: Path, vocab_size: int) -> list[str]:
     """The joint vocabulary in the order of its ids."""
     vocabulary = _json(directory / "vocab.json")
-    if not isinstance(vocabulary, dict) or sorted(map(str, vocabulary.values())) != sorted(map(str, range(vocab_size))):
+    numbered = isinstance(vocabulary, dict) and len(vocabulary) == vocab_size  # before memory is taken for so many
+    if not numbered or sorted(map(str, vocabulary.values())) != sorted(map(str, range(vocab_size))):
         raise UserError(f"{directory / 'vocab.json'} does not number {vocab_size} pieces from 0, as config.json says")
     return sorted(vocabulary, key=lambda piece: int(vocabulary[piece]))
 
@@ -168,9 +172,16 @@ def _weights(directory: Path) -> dict[str, Tensor]:
     checkpoint.require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{path}: {name} is of type {kind}; supported are weights in floating point")
+        if not tensor.float().isfinite().all():
+            raise UserError(f"{path}: {name} holds numbers that are not finite")
+    return {name: tensor.float() for name, tensor in weights.items()}
 
 
 def _converted(
@@ -235,13 +246,17 @@ def _check_positions(left: dict[str, Tensor], spec: MarianSpec, origin: str) -> 
 
 def _bytes(path: Path) -> bytes:
     checkpoint.require_file(path)
-    return path.read_bytes()
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _json(path: Path) -> Any:
+    data = _bytes(path)
     try:
-        return json.loads(_bytes(path))
-    except ValueError as error:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {error}") from error
 
 

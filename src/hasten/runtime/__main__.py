@@ -25,8 +25,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def run(given: Sequence[str] | None = None) -> None:
     """Translate stdin to stdout, each line as soon as it is ready."""
     wanted = arguments(given)
-    if wanted.threads < 0:
-        raise UserError(f"--threads is {wanted.threads}, allowed 0 or more")
+    if sys.stdin is None:
+        raise UserError("stdin is closed; give lines to translate")
     translator = load(wanted.directory, threads=wanted.threads)
 
     def said(lines: Sequence[str]) -> str:
@@ -35,8 +35,19 @@ def run(given: Sequence[str] | None = None) -> None:
 
     for chunk in read_chunks(sys.stdin.fileno(), "stdin"):
         for text in answered(chunk.first, chunk.lines, said):
-            sys.stdout.buffer.write(text.encode("utf-8"))
-            sys.stdout.buffer.flush()
+            _write(text.encode("utf-8"))
+
+
+def _write(data: bytes) -> None:
+    """Write and flush; a reader that has gone is `BrokenPipeError`, all else that fails `UserError`."""
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again at the end
+        raise UserError(f"cannot write stdout: {error.strerror}") from error
 
 
 def main() -> None:

@@ -31,6 +31,28 @@ def onnxruntime() -> Any:
         raise MissingExtra("onnxruntime", "onnx") from error
 
 
+class Session:
+    """A graph that computes; what it refuses at run time is a file that does not belong here."""
+
+    def __init__(self, path: Path, session: Any):
+        self._path, self.graph = path, session
+
+    def run(self, outputs: Sequence[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """Arrays from arrays."""
+        return self._called(self.graph.run, outputs, inputs)
+
+    def run_values(self, outputs: Sequence[str], inputs: dict[str, Any]) -> list[Any]:
+        """Values of ONNX Runtime from such."""
+        return self._called(self.graph.run_with_ort_values, outputs, inputs)
+
+    def _called(self, function: Any, outputs: Sequence[str], inputs: dict[str, Any]) -> list[Any]:
+        try:
+            return function(outputs, inputs)
+        except Exception as error:  # of many kinds, too
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"{self._path} cannot be computed ({reason}): export the model again") from error
+
+
 class Engine(ABC):
     """An exported directory, ready to decode. `threads` 0 leaves the number to ONNX Runtime."""
 
@@ -41,16 +63,21 @@ class Engine(ABC):
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
         """The greedy output of each source (ids without the end symbol), all in one batch."""
 
-    def _session(self, name: str) -> Any:
+    def _session(self, name: str, inputs: set[str], outputs: set[str]) -> "Session":
+        """The graph of a file, which must take and give these; what the past adds to them is not named."""
         package, path = onnxruntime(), self.directory / name
         options = package.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what goes wrong is told by the error
         try:
-            return package.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            session = package.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # of many kinds, and every one means the same to the user
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"{path} cannot be loaded: {reason}; export the model again") from error
+        given = [{entry.name for entry in entries} for entries in (session.get_inputs(), session.get_outputs())]
+        if not inputs <= given[0] or not outputs <= given[1]:
+            raise UserError(f"{path} is the graph of something else; export the model again")
+        return Session(path, session)
 
 
 def load(directory: Path, settings: Settings, threads: int = 0) -> Engine:
@@ -66,7 +93,8 @@ class OnePass(Engine):
 
     def __init__(self, directory: Path, settings: Settings, threads: int):
         super().__init__(directory, settings, threads)
-        self._encoder, self._output = self._session("encoder.onnx"), self._session("output.onnx")
+        self._encoder = self._session("encoder.onnx", {"source", "masked", "frames_masked"}, {"states"})
+        self._output = self._session("output.onnx", {"states"}, {"logits"})
         self._banned = [i for i in SPECIAL_IDS if i != BLANK]
 
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
@@ -96,9 +124,10 @@ class StepByStep(Engine):
 
     def __init__(self, directory: Path, settings: Settings, threads: int):
         super().__init__(directory, settings, threads)
-        self._encoder, self._step = self._session("encoder.onnx"), self._session("step.onnx")
-        self._memory = [output.name for output in self._encoder.get_outputs()]
-        past = [entry for entry in self._step.get_inputs() if entry.name.startswith("past_")]
+        self._encoder = self._session("encoder.onnx", {"source", "masked"}, set())
+        self._memory = [output.name for output in self._encoder.graph.get_outputs()]
+        self._step = self._session("step.onnx", {"last", "position", "masked", *self._memory}, {"logits"})
+        past = [entry for entry in self._step.graph.get_inputs() if entry.name.startswith("past_")]
         self._past = {entry.name: (entry.shape[1], entry.shape[3]) for entry in past}
         self._outputs = ["logits", *(name.replace("past_", "next_") for name in self._past)]
         self._banned = [i for i in SPECIAL_IDS if i != EOS]
@@ -131,7 +160,7 @@ class StepByStep(Engine):
     def _begin(self, source: np.ndarray, real: np.ndarray) -> dict[str, Any]:
         """All that a step reads besides the last token: of the source, and nothing of tokens."""
         inputs = {"source": self._tensor(source), "masked": self._tensor(masked(real))}
-        memory = zip(self._memory, self._encoder.run_with_ort_values(self._memory, inputs), strict=True)
+        memory = zip(self._memory, self._encoder.run_values(self._memory, inputs), strict=True)
         empty = {
             name: self._tensor(np.zeros((len(source), heads, 0, width), dtype=np.float32))
             for name, (heads, width) in self._past.items()
@@ -144,7 +173,7 @@ class StepByStep(Engine):
         """The next token of every row, its log probability, and the state after `last`."""
         place = np.array([position], dtype=np.int64)
         inputs = {"last": self._tensor(last), "position": self._tensor(place), **state}
-        logits, *past = self._step.run_with_ort_values(self._outputs, inputs)
+        logits, *past = self._step.run_values(self._outputs, inputs)
         token, score = best(logits.numpy(), self._banned)
         return token, score, {**state, **dict(zip(self._past, past, strict=True))}
 

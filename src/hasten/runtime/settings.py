@@ -4,22 +4,26 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hasten.data.parts import FEWEST_SOURCE_TOKENS
 from hasten.errors import UserError
 
 SETTINGS = "hasten.json"
-_FORMAT = 1
+_FORMAT = 2
+_MOST_UPSAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class Settings:
     """kind: "ctc" or "autoregressive". compute: how weights are held. max_source_tokens: the longest source, without
-    its end symbol. upsample: frames of a source token. parameters: of the model that was exported."""
+    its end symbol. upsample: frames of a source token. parameters: of the model that was exported. tokenizer: the
+    fingerprint of its tokenizer."""
 
     kind: str
     compute: str
     max_source_tokens: int
     upsample: int
     parameters: int
+    tokenizer: str
 
     def write(self, directory: Path) -> None:
         """Write them into a directory."""
@@ -34,11 +38,28 @@ class Settings:
             found = json.loads(path.read_text(encoding="utf-8"))
             if (version := found.pop("format")) != _FORMAT:
                 raise UserError(f"{path} has format {version}, this hasten reads {_FORMAT}; export the model again")
-            return Settings(**found)
+            settings = Settings(**found)
+            settings._check()
+            return settings
         except OSError as error:
             advice = "write such a directory with: hasten export --to onnx"
             raise UserError(f"{directory} holds no model for ONNX Runtime ({error.strerror}); {advice}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{path} is damaged: {error}; export the model again") from error
+
+    def _check(self) -> None:
+        """ValueError for what is of another type or out of range."""
+        for name in ("kind", "compute", "tokenizer"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} is {value!r}, no text")
+        ranges = {
+            "max_source_tokens": (FEWEST_SOURCE_TOKENS, 2**31),
+            "upsample": (1, _MOST_UPSAMPLE),
+            "parameters": (0, 2**62),
+        }
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}, allowed {least} to {most}")

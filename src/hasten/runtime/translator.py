@@ -12,6 +12,7 @@ from hasten.runtime import engine
 from hasten.runtime.settings import Settings
 
 BATCH_TOKENS = 1024
+MOST_THREADS = 1024
 
 
 def load(directory: str | Path, *, threads: int = 0) -> "RuntimeTranslator":
@@ -21,8 +22,12 @@ def load(directory: str | Path, *, threads: int = 0) -> "RuntimeTranslator":
     is missing or damaged, `MissingExtra` without onnxruntime.
     """
     directory = Path(directory)
+    if not 0 <= threads <= MOST_THREADS:
+        raise UserError(f"threads is {threads}, allowed 0 to {MOST_THREADS}")
     settings = Settings.read(directory)
     tokenizer = Tokenizer.load(directory / "tokenizer.model")
+    if tokenizer.fingerprint != settings.tokenizer:
+        raise UserError(f"{directory / 'tokenizer.model'} is not the tokenizer of this model; export the model again")
     return RuntimeTranslator(engine.load(directory, settings, threads), tokenizer)
 
 

@@ -155,12 +155,12 @@ def _check_fit(spec: RunSpec, vocab_size: int, weights: Mapping[str, Tensor], di
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{directory / CONFIG} describes a model that cannot be built: {reason}") from error
-    _compare(shapes, weights, str(directory / WEIGHTS))
+    compare(shapes, weights, str(directory / WEIGHTS))
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
     """Copy weights into the model, names and shapes equal; `UserError` names the first difference."""
-    _compare(model.state_dict(), weights, origin)
+    compare(model.state_dict(), weights, origin)
     model.load_state_dict({name: _widened(tensor) for name, tensor in weights.items()})
 
 
@@ -169,7 +169,8 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], origin: str) -> None:
+def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], origin: str) -> None:
+    """`UserError` names the first difference in names, shapes or kinds of numbers."""
     for name in sorted(own.keys() | weights.keys()):
         if name not in own or name not in weights:
             raise UserError(f"{origin}: {name} is {'unknown to the model' if name in weights else 'missing'}")

@@ -83,11 +83,11 @@ class CTranslate2Teacher(Teacher):
     def _tokenizer(self) -> "Tokenizer":
         from hasten.data.marian_tokenizer import MarianTokenizer
         from hasten.data.tokenizer import Tokenizer
-        from hasten.export.engine import VOCABULARY, read_json
+        from hasten.export.engine import read_vocabulary
 
         if self._tokenizer_files() == (_TOKENIZER,):
             return Tokenizer.load(self.directory / _TOKENIZER)
         source, target = ((self.directory / name).read_bytes() for name in _SIDES)
         special = ("<pad>", "<unk>", "</s>")
-        pieces = [piece for piece in read_json(self.directory, VOCABULARY) if piece not in special]
+        pieces = [piece for piece in read_vocabulary(self.directory) if piece not in special]
         return MarianTokenizer.pack(source, target, pieces)
