@@ -227,7 +227,7 @@ class Forgetful:
     def next_log_probs(self, last: Tensor, position: int, state: tuple[Memory, Said]):
         memory, said = state
         said = Said(said.sources, torch.cat((said.tokens, last[:, None]), 1))
-        inputs = self.model._embed(said.tokens)
+        inputs = self.model.embed(said.tokens)
         states = self.model.decoder(inputs, memory.states, memory.mask)
         return self.model.logits(states[:, -1]).log_softmax(-1) + self.model.banned, (memory, said)
 

@@ -98,7 +98,7 @@ def test_logits_of_frames_are_those_of_pytorch(tokenizer, tmp_path, name):
     [logits] = peer._output.graph.run(None, {"states": states})
     with torch.no_grad():
         memory = model.encode(source, mask)
-        expected = model.logits(memory.states, memory.mask).flatten(0, 1).numpy()
+        expected = model.frame_logits(memory.states, memory.mask).flatten(0, 1).numpy()
     assert np.abs(logits - expected)[frames.ravel()].max() < 1e-4
 
 

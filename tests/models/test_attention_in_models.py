@@ -66,7 +66,7 @@ def test_a_decoder_says_step_by_step_what_it_was_taught(tiny_spec, own):
     batch = pair_batch(list(zip(SOURCES, TARGETS, strict=True)))
     memory = model.encode(batch.source, batch.source_mask)
     inputs = torch.cat((torch.full((3, 1), 2), batch.target), 1)
-    whole = model.logits(model.decoder(model._embed(inputs), memory.states, memory.mask)).log_softmax(-1)
+    whole = model.logits(model.decoder(model.embed(inputs), memory.states, memory.mask)).log_softmax(-1)
     state = model.begin(memory)
     for t in range(inputs.shape[1]):
         log_probs, state = model.next_log_probs(inputs[:, t], t, state)
@@ -101,7 +101,7 @@ def test_beams_of_a_decoder_are_those_of_its_whole_sequences(tiny_spec, own):
     for row, found in enumerate(beam_search(model, memory, beam=3, n_best=3)):
         alone = memory.select(torch.tensor([row]))
         for tokens, log_prob, _ in found:
-            inputs = model._embed(torch.tensor([[BOS, *tokens[:-1]]]))
+            inputs = model.embed(torch.tensor([[BOS, *tokens[:-1]]]))
             scores = model.logits(model.decoder(inputs, alone.states, alone.mask)).log_softmax(-1) + model.banned
             whole = scores[0, range(len(tokens)), tokens].sum().item()
             assert log_prob == pytest.approx(whole, rel=1e-3, abs=1e-3)
@@ -113,7 +113,7 @@ def test_a_memory_read_by_other_attention_says_step_by_step_what_it_was_taught(t
     batch = pair_batch(list(zip(SOURCES, TARGETS, strict=True)))
     memory = model.encode(batch.source, batch.source_mask)
     inputs = torch.cat((torch.full((3, 1), BOS), batch.target), 1)
-    whole = model.logits(model.decoder(model._embed(inputs), memory.states, memory.mask)).log_softmax(-1)
+    whole = model.logits(model.decoder(model.embed(inputs), memory.states, memory.mask)).log_softmax(-1)
     state = model.begin(memory)
     for t in range(inputs.shape[1]):
         log_probs, state = model.next_log_probs(inputs[:, t], t, state)

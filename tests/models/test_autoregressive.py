@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest):
 def teacher_forced(model, memory: Memory, targets: list[list[int]]) -> Tensor:
     """Log probabilities (B, U + 1, V) after BOS, y_1, .., y_U, by one pass over the whole target."""
     inputs, _ = pad([[BOS, *target] for target in targets])
-    return model.logits(model.decoder(model._embed(inputs), memory.states, memory.mask)).log_softmax(-1)
+    return model.logits(model.decoder(model.embed(inputs), memory.states, memory.mask)).log_softmax(-1)
 
 
 def stepped(model, memory: Memory, targets: list[list[int]]) -> Tensor:

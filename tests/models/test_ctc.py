@@ -45,7 +45,7 @@ def enumerated(log_probs: torch.Tensor) -> dict[tuple[int, ...], float]:
 def test_the_loss_is_the_sum_over_all_paths(model):
     batch = pair_batch([([8], [9, 10]), ([7], [])])
     memory = model.encode(batch.source, batch.source_mask)
-    log_probs = model.logits(memory.states, memory.mask).log_softmax(-1)
+    log_probs = model.frame_logits(memory.states, memory.mask).log_softmax(-1)
     expected = sum(
         -math.log(enumerated(row[: int(n)])[tuple(target)])
         for row, n, target in zip(log_probs, memory.lengths, ([9, 10], []), strict=True)
@@ -78,7 +78,7 @@ def test_label_smoothing_is_the_mean_distance_of_real_frames_to_the_uniform_dist
     model = spec(label_smoothing=0.1).build(VOCABULARY).eval()
     batch = pair_batch([([8, 9, 10], [9]), ([7], [8])])
     memory = model.encode(batch.source, batch.source_mask)
-    log_probs = model.logits(memory.states, memory.mask).log_softmax(-1)
+    log_probs = model.frame_logits(memory.states, memory.mask).log_softmax(-1)
     terms = model.loss(batch, torch.Generator())
     assert terms["smoothing"].weight == pytest.approx(0.1)
     assert terms["ctc"].weight == pytest.approx(0.9)
@@ -126,16 +126,16 @@ def test_padding_the_source_changes_no_frame(model):
     padded = model.encode(*source_batch([short, long]))
     n = int(alone.lengths[0])
     torch.testing.assert_close(padded.states[0, :n], alone.states[0])
-    a = model.logits(alone.states, alone.mask)[0]
-    torch.testing.assert_close(model.logits(padded.states, padded.mask)[0, :n], a)
+    a = model.frame_logits(alone.states, alone.mask)[0]
+    torch.testing.assert_close(model.frame_logits(padded.states, padded.mask)[0, :n], a)
 
 
 class Watched(CTC):
     """Keeps the inputs of the refining layers."""
 
-    def logits(self, frames, mask):
+    def frame_logits(self, frames, mask):
         self.seen = [*getattr(self, "seen", []), frames]
-        return super().logits(frames, mask)
+        return super().frame_logits(frames, mask)
 
 
 def test_glancing_shows_the_scheduled_share_of_the_wrong_frames():
@@ -149,7 +149,7 @@ def test_glancing_shows_the_scheduled_share_of_the_wrong_frames():
         before, after = model.seen
         with torch.no_grad():
             memory = model.encode(batch.source, batch.source_mask)
-            logits = super(Watched, model).logits(memory.states, memory.mask)
+            logits = super(Watched, model).frame_logits(memory.states, memory.mask)
         path = best_alignment(logits, memory.lengths, batch.target, batch.target_mask.sum(1), blank=BLANK)
         wrong = (((logits + model.banned).argmax(-1) != path) & memory.mask).sum(1)
         assert (wrong > 5).all()

@@ -4,19 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.data.batch import Batch
-from hasten.models.base import embed, tied_embedding
-from hasten.models.encoder_decoder import EncoderDecoderSpec
+from hasten.models.encoder_decoder import EncoderDecoderSpec, fewest, less_one
 from hasten.models.left_to_right import LeftToRight
 from hasten.models.word_distillation import WordDistillation, WordDistillationSpec
-from hasten.nn.dropout import Dropout
 from hasten.nn.loss import LossTerm
-from hasten.nn.positions import Sinusoids
-from hasten.nn.stack import Decoder, Encoder
+from hasten.nn.stack import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +46,10 @@ class Autoregressive(LeftToRight):
     """
 
     def __init__(self, spec: AutoregressiveSpec, vocab_size: int):
-        super().__init__(vocab_size)
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
-        self.positions = Sinusoids(spec.d_model)
-        self.dropout = Dropout(spec.dropout)
-        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
-        kinds = (spec.decoder_attention, spec.cross_attention)
-        sharing = (spec.decoder_sharing, spec.cross_sharing, spec.shared_of_cross)
-        self.decoder = Decoder(spec.decoder_layers, *shape, *kinds, *sharing)
-        # Either side has one symbol more: the end of the source, the beginning of the target.
-        limits = (self.encoder.longest, self.decoder.longest_memory, self.decoder.longest)
-        self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)
+        super().__init__(spec, vocab_size)
+        self.encoder = spec.encoder()
+        self.decoder = spec.decoder(Decoder)
+        self.longest = less_one(fewest(self.encoder.longest, self.decoder.longest_memory, self.decoder.longest))
         self.most_steps = self.decoder.longest or 2**31
         self.distillation = None if spec.distillation is None else WordDistillation(spec.distillation)
         self._objective = _ordinary if self.distillation is None else self.distillation.terms
@@ -75,14 +62,6 @@ class Autoregressive(LeftToRight):
     def most_tokens_for(self, max_tokens: int) -> int:
         """The most tokens of a target that a teacher is shown where training pairs have at most `max_tokens`."""
         return max_tokens
-
-    def look_up(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """Rows of the table, scaled."""
-        return embed(self.embedding, ids)
-
-    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Scores of every vocabulary entry, from decoder states."""
-        return F.linear(states, self.embedding.weight)
 
     def _terms(
         self, logits: Float[Tensor, "N V"], outputs: Int[Tensor, "N"], real: Bool[Tensor, "B T"], batch: Batch

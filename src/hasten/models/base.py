@@ -122,15 +122,3 @@ def reported(observe: ObserveAttention, names: Mapping[str, str], real: Bool[Ten
         observe(names[kind], layer, attended.operator, real)
 
     return told
-
-
-def embed(embedding: nn.Embedding, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-    """Rows of the table times sqrt(d_model), so that tied tables serve as input and as output."""
-    return embedding(ids) * embedding.embedding_dim**0.5
-
-
-def tied_embedding(vocab_size: int, d_model: int) -> nn.Embedding:
-    """A table drawn from N(0, 1 / d_model)."""
-    embedding = nn.Embedding(vocab_size, d_model)
-    nn.init.normal_(embedding.weight, std=d_model**-0.5)
-    return embedding

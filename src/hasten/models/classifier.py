@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hasten.attention import AttentionSpec, FullSpec
 from hasten.fields import Depth, PositiveInt, Share, Spec
-from hasten.models.base import embed
 from hasten.nn.dropout import Dropout
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.positions import Sinusoids
@@ -67,7 +66,7 @@ class Classifier(nn.Module):
         self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], marked: Bool[Tensor, "B S"] | None = None
     ) -> Float[Tensor, "B C"]:
         """Scores of every class."""
-        x = self.dropout(self.positions(embed(self.embedding, tokens)))
+        x = self.dropout(self.positions(self.embedding(tokens) * self.spec.d_model**0.5))
         return self.output(self.pool(self.encoder(x, mask, marked), mask))
 
     def loss(

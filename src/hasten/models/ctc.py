@@ -5,23 +5,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hasten.attention import AttentionSpec, FullSpec
 from hasten.data.batch import Batch
-from hasten.data.tokenizer import BLANK, PAD, SPECIAL_IDS
+from hasten.data.tokenizer import BLANK, PAD
 from hasten.decoding.beam import Hypothesis
 from hasten.decoding.ctc_beam import collapse_scored, prefix_beam_search
 from hasten.decoding.ctc_loss import best_alignment, ctc_loss, frames_needed
 from hasten.errors import NOT_FINITE, UserError
 from hasten.fields import Depth, DepthOrNone, PositiveInt, Share, Spec
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
-from hasten.nn.dropout import Dropout
+from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
+from hasten.models.encoder_decoder import fewest, less_one
+from hasten.models.tied import Tied
 from hasten.nn.glancing import share_at, shown
 from hasten.nn.loss import LossTerm
-from hasten.nn.positions import Sinusoids
 from hasten.nn.stack import Encoder, Observer, unobserved
 
 
@@ -70,7 +69,7 @@ class CTCSpec(Spec):
         return self.upsample * (len(source) + 1) >= frames_needed(target)
 
 
-class CTC(GenerationModel):
+class CTC(Tied):
     """p(y | x) = sum over frame sequences that collapse to y of prod over t of p(a_t | x).
 
     Each of the S source states becomes `upsample` frames; collapse merges equal neighbours, then drops blanks.
@@ -78,14 +77,8 @@ class CTC(GenerationModel):
     share of the frames it gets wrong (glancing): Qian et al., 2021, combined with CTC in Gu and Kong, 2021.
     """
 
-    banned: Tensor
-
     def __init__(self, spec: CTCSpec, vocab_size: int):
-        super().__init__()
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
-        self.positions = Sinusoids(spec.d_model)
-        self.dropout = Dropout(spec.dropout)
+        super().__init__(spec, vocab_size, says=(BLANK,))
         shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
         self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
         self.upsample = nn.Linear(spec.d_model, spec.upsample * spec.d_model)
@@ -98,23 +91,19 @@ class CTC(GenerationModel):
             spec.refiner_layers, *shape, spec.refiner_attention, spec.refiner_sharing, name="refiner"
         )
         frames = None if self.refiner.longest is None else self.refiner.longest // spec.upsample
-        limits = (self.encoder.longest, frames)
-        self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)
+        self.longest = less_one(fewest(self.encoder.longest, frames))
         self.edits = (Edit("fill", self._fill), Edit("collapse", self._collapse))
         self.glancing = spec.glancing_start
-        banned = torch.zeros(vocab_size)
-        banned[[i for i in SPECIAL_IDS if i != BLANK]] = -torch.inf
-        self.register_buffer("banned", banned, persistent=False)
 
     def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved) -> Memory:
         """The frames: encoder states, each projected to `upsample` vectors (B, upsample * S, D)."""
-        states = self.encoder(self.dropout(self.positions(embed(self.embedding, source))), mask, observe=observe)
+        states = super().encode(source, mask, observe).states
         frames = self.upsample(states).view(len(source), -1, self.spec.d_model)
         return Memory(frames, mask.repeat_interleave(self.spec.upsample, dim=1))
 
-    def logits(self, frames: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+    def frame_logits(self, frames: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
         """Scores of every vocabulary entry at every frame, after the refining layers."""
-        return F.linear(self.refiner(self.positions(frames), mask), self.embedding.weight)
+        return self.logits(self.refiner(self.positions(frames), mask))
 
     def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
         """Of the "encoder" and, over the frames, of the "refiner"; the target is not read."""
@@ -131,7 +120,7 @@ class CTC(GenerationModel):
         """CTC loss per target token; infeasible rows count nothing and give no gradient."""
         memory = self.encode(batch.source, batch.source_mask)
         frames = self._glance(memory, batch, generator) if self.training and self.glancing > 0 else memory.states
-        logits = self.logits(frames, memory.mask)
+        logits = self.frame_logits(frames, memory.mask)
         lengths = batch.target_mask.sum(1)
         losses = ctc_loss(logits, memory.lengths, batch.target, lengths, blank=BLANK)
         possible = losses.isfinite()
@@ -149,12 +138,12 @@ class CTC(GenerationModel):
         uniformly over all real frames.
         """
         with torch.no_grad():
-            guess = self.logits(memory.states, memory.mask)
+            guess = self.frame_logits(memory.states, memory.mask)
             path = best_alignment(guess, memory.lengths, batch.target, batch.target_mask.sum(1), blank=BLANK)
             wrong = ((guess + self.banned).argmax(-1) != path) & memory.mask
             draws = torch.rand(path.shape, generator=generator, device=generator.device).to(path.device)
             told = shown(wrong, memory.mask, self.glancing, draws)
-        return torch.where(told[..., None], embed(self.embedding, path), memory.states)
+        return torch.where(told[..., None], self.look_up(path), memory.states)
 
     def start(self, memory: Memory) -> Canvas:
         """All frames blank."""
@@ -164,10 +153,10 @@ class CTC(GenerationModel):
 
     def frame_log_probs(self, memory: Memory) -> Float[Tensor, "B T V"]:
         """Log probabilities at every frame; symbols that are no text have -inf, the blank does not."""
-        return self.logits(memory.states, memory.mask).float().log_softmax(-1) + self.banned
+        return self.frame_logits(memory.states, memory.mask).float().log_softmax(-1) + self.banned
 
     def _fill(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
-        logits = self.logits(memory.states, memory.mask).float()
+        logits = self.frame_logits(memory.states, memory.mask).float()
         best, tokens = (logits + self.banned).max(-1)
         scores = (best - logits.logsumexp(-1)).masked_fill(~memory.mask, 0.0)
         return Canvas(tokens.masked_fill(~memory.mask, PAD), scores, canvas.done)

@@ -9,26 +9,25 @@ import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Le
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from hasten.data.batch import Batch, pad
-from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
+from hasten.data.tokenizer import PAD, PLACEHOLDER
 from hasten.decoding.beam import Hypothesis, length_normalised
 from hasten.decoding.dag_beam import prefix_beam_search
 from hasten.decoding.dag_loss import best_path, dag_loss, inner, words_carried
 from hasten.decoding.dag_paths import greedy, lookahead, viterbi
 from hasten.errors import NOT_FINITE, UserError
 from hasten.fields import NonNegativeFloat, PositiveInt, Share, Spec
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
-from hasten.models.encoder_decoder import EncoderDecoderSpec
+from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
+from hasten.models.encoder_decoder import EncoderDecoderSpec, fewest, less_one
+from hasten.models.tied import Tied
 from hasten.nn.draws import row_draws
-from hasten.nn.dropout import Dropout
 from hasten.nn.glancing import share_at, shown
 from hasten.nn.links import Links
 from hasten.nn.loss import LossTerm
 from hasten.nn.parallel import ParallelDecoder
-from hasten.nn.positions import Sinusoids
-from hasten.nn.stack import Encoder, Observer, unobserved
+from hasten.nn.stack import Observer, unobserved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ class Graph:
         return self.mask.sum(1)
 
 
-class DAG(GenerationModel):
+class DAG(Tied):
     """p(y | x) = sum over paths a of prod_i E(a_(i-1), a_i) P(y_i | a_i), in a graph of `upsample` vertices a token.
 
     The first vertex begins every path, the last ends it; both are silent, so that no special symbol is ever said, an
@@ -110,49 +109,27 @@ class DAG(GenerationModel):
     pre-norm and positions sinusoids, where the paper's are post-norm and learnt.
     """
 
-    banned: Tensor
-
     def __init__(self, spec: DAGSpec, vocab_size: int):
-        super().__init__()
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
-        self.positions = Sinusoids(spec.d_model)
-        self.dropout = Dropout(spec.dropout)
-        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
-        kinds = (spec.decoder_attention, spec.cross_attention)
-        sharing = (spec.decoder_sharing, spec.cross_sharing, spec.shared_of_cross)
-        self.decoder = ParallelDecoder(spec.decoder_layers, *shape, *kinds, *sharing)
+        super().__init__(spec, vocab_size)
+        self.encoder = spec.encoder()
+        self.decoder = spec.decoder(ParallelDecoder)
         self.links = Links(spec.d_model, spec.n_heads)
         vertices = self.decoder.longest and self.decoder.longest // spec.upsample
-        limits = (self.encoder.longest, self.decoder.longest_memory, vertices)
-        self.longest = min((limit - 1 for limit in limits if limit is not None), default=None)
+        self.longest = less_one(fewest(self.encoder.longest, self.decoder.longest_memory, vertices))
         self.edits = (Edit("fill", self._fill), Edit("collapse", self._collapse))
         self.glancing = spec.glancing_start
         self._inputs = INPUTS[spec.decoder_input]
         self._route = _routes(self)[spec.decoding.method]
-        banned = torch.zeros(vocab_size)
-        banned[list(SPECIAL_IDS)] = -torch.inf
-        self.register_buffer("banned", banned, persistent=False)
-
-    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved) -> Memory:
-        """Encoder states of the source."""
-        states = self.dropout(self.positions(embed(self.embedding, source)))
-        return Memory(self.encoder(states, mask, observe=observe), mask)
 
     def inputs(self, memory: Memory) -> Float[Tensor, "B L D"]:
         """What the vertices read, positions not yet added."""
-        return self._inputs(self.embedding, memory, self.spec.upsample)
+        return self._inputs(self.look_up, memory, self.spec.upsample)
 
     def graph(self, memory: Memory, inputs: Float[Tensor, "B L D"], observe: Observer = unobserved) -> Graph:
         """The graph of each row, out of what its vertices read."""
         mask = memory.mask.repeat_interleave(self.spec.upsample, dim=1)
-        states = self.decoder(self.dropout(self.positions(inputs)), mask, memory.states, memory.mask, observe)
+        states = self.decoder(self.placed(inputs), mask, memory.states, memory.mask, observe)
         return Graph(states, self.links(self.positions(states), mask), mask)
-
-    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Scores of every vocabulary entry, from decoder states."""
-        return F.linear(states, self.embedding.weight)
 
     def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
         """Of the "encoder", of the "decoder" over the vertices, and "cross"; the target is not read."""
@@ -215,7 +192,7 @@ class DAG(GenerationModel):
         place = path.masked_fill(~told, 0)
         tokens = torch.full_like(graph.mask, PAD, dtype=torch.int64).scatter(1, place, batch.target)
         seen = torch.zeros_like(graph.mask).scatter(1, place, value=True) & inner(graph.vertices, graph.mask.shape[1])
-        return torch.where(seen[..., None], embed(self.embedding, tokens), inputs)
+        return torch.where(seen[..., None], self.look_up(tokens), inputs)
 
     def start(self, memory: Memory) -> Canvas:
         """A placeholder for every vertex that can say a word."""
@@ -281,15 +258,15 @@ class DAG(GenerationModel):
         return results
 
 
-Inputs = Callable[[nn.Embedding, Memory, int], Tensor]
+Inputs = Callable[[Callable[[Tensor], Tensor], Memory, int], Tensor]
 
 
-def _placeholder(table: nn.Embedding, memory: Memory, upsample: int) -> Tensor:
-    one = embed(table, torch.tensor([[PLACEHOLDER]], device=memory.mask.device))
+def _placeholder(look_up: Callable[[Tensor], Tensor], memory: Memory, upsample: int) -> Tensor:
+    one = look_up(torch.tensor([[PLACEHOLDER]], device=memory.mask.device))
     return one.expand(len(memory.mask), upsample * memory.mask.shape[1], -1)
 
 
-def _copy(table: nn.Embedding, memory: Memory, upsample: int) -> Tensor:
+def _copy(look_up: Callable[[Tensor], Tensor], memory: Memory, upsample: int) -> Tensor:
     return memory.states.repeat_interleave(upsample, dim=1)
 
 

@@ -1,10 +1,15 @@
 """What the configuration of every model with an encoder and a decoder says."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hasten.attention import AttentionSpec, FullSpec
 from hasten.fields import Depth, PositiveInt, Share, Spec
 from hasten.nn.sharing import Shared
+from hasten.nn.stack import Encoder
+
+Decoding = TypeVar("Decoding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +47,34 @@ class EncoderDecoderSpec(Spec):
     """The same for the decoder's attention over the source, of which `shared_of_cross` is shared."""
     shared_of_cross: Shared = "output"
     """The weights (layers keep values and output projection), the context (they keep the latter) or the output."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, float]:
+        """Width, heads, inner width and dropout of every layer."""
+        return self.d_model, self.n_heads, self.d_ff, self.dropout
+
+    def encoder(self) -> Encoder:
+        """The encoder, with fresh weights."""
+        return Encoder(self.encoder_layers, *self.shape, self.encoder_attention, self.encoder_sharing)
+
+    def decoder(self, kind: Callable[..., Decoding]) -> Decoding:
+        """A decoder of this kind (`hasten.nn.stack.DecoderStack`), with fresh weights."""
+        return kind(
+            self.decoder_layers,
+            *self.shape,
+            self.decoder_attention,
+            self.cross_attention,
+            sharing=self.decoder_sharing,
+            cross_sharing=self.cross_sharing,
+            shared_of_cross=self.shared_of_cross,
+        )
+
+
+def fewest(*limits: int | None) -> int | None:
+    """The smallest of the limits that there are."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def less_one(limit: int | None) -> int | None:
+    """A limit of tokens where one more symbol takes a place: the end of a source, the beginning of a target."""
+    return None if limit is None else limit - 1

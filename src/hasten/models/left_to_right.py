@@ -1,7 +1,5 @@
 """What models that say one token after the other have in common, keys and values kept."""
 
-from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,48 +8,27 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.data.batch import Batch
-from hasten.data.tokenizer import BOS, EOS, PAD, SPECIAL_IDS
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, reported
+from hasten.data.tokenizer import BOS, EOS, PAD
+from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
+from hasten.models.tied import Tied
 from hasten.nn.layers import DecoderLayerState
 from hasten.nn.loss import LossTerm, cross_entropy
-from hasten.nn.positions import Sinusoids
 
 DecoderState = tuple[DecoderLayerState, ...]
 
 
-class LeftToRight(GenerationModel):
+class LeftToRight(Tied):
     """p(y | x) = product over t of p(y_t | y_<t, x), trained by label-smoothed cross-entropy.
 
-    A subclass has `spec`, `embedding`, `positions`, `dropout`, an `encoder` and a `decoder` with the calls of
-    `hasten.nn.stack`, and says how ids are looked up (`look_up`) and scored (`logits`).
+    A subclass makes its `encoder` and its `decoder`, with the calls of `hasten.nn.stack`.
     """
 
-    banned: Tensor
-    spec: Any
-    positions: Sinusoids
-    dropout: Callable[[Tensor], Tensor]
-    encoder: Any
     decoder: Any
     most_steps: int = 2**31
 
-    def __init__(self, vocab_size: int):
-        super().__init__()
+    def __init__(self, spec: Any, vocab_size: int):
+        super().__init__(spec, vocab_size, says=(EOS,))
         self.edits = (Edit("append", self._append),)
-        banned = torch.zeros(vocab_size)
-        banned[[i for i in SPECIAL_IDS if i != EOS]] = -torch.inf
-        self.register_buffer("banned", banned, persistent=False)
-
-    @abstractmethod
-    def look_up(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """What stands for each id, positions apart."""
-
-    @abstractmethod
-    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Scores of every vocabulary entry, from decoder states."""
-
-    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Memory:
-        """Encoder states of the source."""
-        return Memory(self.encoder(self._embed(source), mask), mask)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """Cross-entropy of every target token and of the end symbol."""
@@ -80,15 +57,15 @@ class LeftToRight(GenerationModel):
         ends = batch.target_mask.sum(1, keepdim=True)
         outputs = F.pad(batch.target, (0, 1), value=PAD).scatter(1, ends, EOS)
         memory = self.encode(batch.source, batch.source_mask)
-        return self.decoder(self._embed(inputs), memory.states, memory.mask), outputs, real
+        return self.decoder(self.embed(inputs), memory.states, memory.mask), outputs, real
 
     def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
         """Of the "encoder", of the "decoder" over its own positions, and its "cross" attention over the source."""
-        source, mask = self._embed(batch.source), batch.source_mask
-        memory = self.encoder(source, mask, observe=reported(observe, {"self": "encoder"}, mask))
+        memory = self.encode(batch.source, batch.source_mask, reported(observe, {"self": "encoder"}, batch.source_mask))
         inputs, real = self._inputs(batch)
         names = {"self": "decoder", "cross": "cross"}
-        self.decoder(self._embed(inputs), memory, mask, observe=reported(observe, names, real))
+        told = reported(observe, names, real)
+        self.decoder(self.embed(inputs), memory.states, memory.mask, observe=told)
 
     def start(self, memory: Memory) -> Canvas:
         """Nothing said yet."""
@@ -159,6 +136,3 @@ class LeftToRight(GenerationModel):
     def _inputs(self, batch: Batch) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
         """Inputs under teacher forcing, BOS y_1 .. y_U, and which of them are real."""
         return F.pad(batch.target, (1, 0), value=BOS), F.pad(batch.target_mask, (1, 0), value=True)
-
-    def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        return self.dropout(self.positions(self.look_up(ids)))

@@ -12,7 +12,6 @@ from hasten.attention.full import FullAttention
 from hasten.attention.masks import Mask, padding
 from hasten.attention.multihead import Attended, MultiHeadAttention
 from hasten.fields import Depth, PositiveInt, Share, Spec
-from hasten.models.base import tied_embedding
 from hasten.models.left_to_right import DecoderState, LeftToRight
 from hasten.nn.dropout import Dropout
 from hasten.nn.layers import DecoderLayerState, FeedForward, add
@@ -64,19 +63,12 @@ class Marian(LeftToRight):
     """
 
     def __init__(self, spec: MarianSpec, vocab_size: int):
-        super().__init__(vocab_size)
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
+        super().__init__(spec, vocab_size)
         self.output_bias = nn.Parameter(torch.zeros(vocab_size))
-        self.scale = spec.d_model**0.5 if spec.scale_embedding else 1.0
+        self.scale = self.scale if spec.scale_embedding else 1.0
         self.positions = Sinusoids(spec.d_model, layout=halves)
-        self.dropout = Dropout(spec.dropout)
         self.encoder = MarianEncoder(spec)
         self.decoder = MarianDecoder(spec)
-
-    def look_up(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """Rows of the table, scaled where the spec says so."""
-        return self.embedding(ids) * self.scale
 
     def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """Scores of every vocabulary entry, from decoder states."""

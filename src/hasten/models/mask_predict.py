@@ -7,22 +7,21 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from hasten.data.batch import Batch
-from hasten.data.tokenizer import MASK, PAD, SPECIAL_IDS
+from hasten.data.tokenizer import MASK, PAD
 from hasten.decoding.masked import MaskedSampler, MaskedSpec
 from hasten.fields import NonNegativeFloat, PositiveInt
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
-from hasten.models.encoder_decoder import EncoderDecoderSpec
+from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
+from hasten.models.encoder_decoder import EncoderDecoderSpec, fewest, less_one
+from hasten.models.tied import Tied
 from hasten.nn.decoder_inputs import soft_copy, uniform_copy
 from hasten.nn.draws import row_draws
-from hasten.nn.dropout import Dropout
 from hasten.nn.lengths import LengthForm, LengthHead
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.parallel import ParallelDecoder
-from hasten.nn.positions import Sinusoids
-from hasten.nn.stack import Encoder, Observer, unobserved
+from hasten.nn.stack import Observer, unobserved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +63,22 @@ def hidden(mask: Bool[Tensor, "B U"], generator: torch.Generator) -> Bool[Tensor
     return (each.argsort(1).argsort(1) < n[:, None]) & mask
 
 
-Unsaid = Callable[[nn.Embedding, Memory, Int[Tensor, "B"], int], Tensor]
+LookUp = Callable[[Tensor], Tensor]
+Unsaid = Callable[[LookUp, Memory, Int[Tensor, "B"], int], Tensor]
 """What stands for masked tokens, (B, T, D) or (1, 1, D) for all of them: from the table, the source, lengths and T."""
 
 
-def _mask_embedding(table: nn.Embedding, memory: Memory, lengths: Tensor, width: int) -> Tensor:
-    return embed(table, torch.tensor([[MASK]], device=lengths.device))
+def _mask_embedding(look_up: LookUp, memory: Memory, lengths: Tensor, width: int) -> Tensor:
+    return look_up(torch.tensor([[MASK]], device=lengths.device))
 
 
-def _uniform_copy(table: nn.Embedding, memory: Memory, lengths: Tensor, width: int) -> Tensor:
+def _uniform_copy(look_up: LookUp, memory: Memory, lengths: Tensor, width: int) -> Tensor:
     index = uniform_copy(memory.lengths, lengths)
     rows = torch.arange(len(index), device=index.device)[:, None]
     return _widened(memory.states[rows, index], width)
 
 
-def _soft_copy(table: nn.Embedding, memory: Memory, lengths: Tensor, width: int) -> Tensor:
+def _soft_copy(look_up: LookUp, memory: Memory, lengths: Tensor, width: int) -> Tensor:
     return _widened(soft_copy(memory.states, memory.mask, lengths), width)
 
 
@@ -89,7 +89,7 @@ def _widened(x: Float[Tensor, "B n D"], width: int) -> Float[Tensor, "B T D"]:
 UNSAID: dict[str, Unsaid] = {"mask": _mask_embedding, "uniform_copy": _uniform_copy, "soft_copy": _soft_copy}
 
 
-class MaskPredict(GenerationModel):
+class MaskPredict(Tied):
     """p(y_S | y without S, x) = prod over i in S of p(y_i | y without S, x), for any set S of masked positions.
 
     Trained by the cross-entropy of masked tokens (`hidden` draws them) and of the length, which the encoder's states
@@ -100,46 +100,24 @@ class MaskPredict(GenerationModel):
     its length has an encoder position of its own.
     """
 
-    banned: Tensor
-
     def __init__(self, spec: MaskPredictSpec, vocab_size: int):
-        super().__init__()
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
-        self.positions = Sinusoids(spec.d_model)
-        self.dropout = Dropout(spec.dropout)
-        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
-        kinds = (spec.decoder_attention, spec.cross_attention)
-        sharing = (spec.decoder_sharing, spec.cross_sharing, spec.shared_of_cross)
-        self.decoder = ParallelDecoder(spec.decoder_layers, *shape, *kinds, *sharing)
+        super().__init__(spec, vocab_size)
+        self.encoder = spec.encoder()
+        self.decoder = spec.decoder(ParallelDecoder)
         self.lengths = LengthHead(spec.d_model, spec.length_form, spec.length_most)
-        # The source has one symbol more: its end.
-        limits = [limit and limit - 1 for limit in (self.encoder.longest, self.decoder.longest_memory)]
-        self.longest = min((limit for limit in (*limits, self.decoder.longest) if limit is not None), default=None)
+        source = less_one(fewest(self.encoder.longest, self.decoder.longest_memory))
+        self.longest = fewest(source, self.decoder.longest)
         self.sampler = MaskedSampler(spec.decoding)
         self.edits = (Edit("fill", self._fill), Edit("mask", self._mask))
         self._unsaid = UNSAID[spec.decoder_input]
-        banned = torch.zeros(vocab_size)
-        banned[list(SPECIAL_IDS)] = -torch.inf
-        self.register_buffer("banned", banned, persistent=False)
-
-    def encode(self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved) -> Memory:
-        """Encoder states of the source."""
-        states = self.dropout(self.positions(embed(self.embedding, source)))
-        return Memory(self.encoder(states, mask, observe=observe), mask)
 
     def states(
         self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], memory: Memory, observe: Observer = unobserved
     ) -> Float[Tensor, "B T D"]:
         """Decoder states of an output some of whose tokens are masked; `mask` is True on real positions."""
-        unsaid = self._unsaid(self.embedding, memory, mask.sum(1), mask.shape[1])
-        inputs = torch.where((tokens == MASK)[..., None], unsaid, embed(self.embedding, tokens))
-        return self.decoder(self.dropout(self.positions(inputs)), mask, memory.states, memory.mask, observe)
-
-    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Scores of every vocabulary entry, from decoder states."""
-        return F.linear(states, self.embedding.weight)
+        unsaid = self._unsaid(self.look_up, memory, mask.sum(1), mask.shape[1])
+        inputs = torch.where((tokens == MASK)[..., None], unsaid, self.look_up(tokens))
+        return self.decoder(self.placed(inputs), mask, memory.states, memory.mask, observe)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """Cross-entropy of the masked tokens, and of the lengths."""

@@ -2,28 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hasten.data.batch import Batch
-from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
+from hasten.data.tokenizer import PAD, PLACEHOLDER
 from hasten.errors import NOT_FINITE, UserError
 from hasten.fields import NonNegativeFloat, PositiveFactor, PositiveInt, Seed, Spec
 from hasten.models.autoregressive import Autoregressive
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
-from hasten.models.encoder_decoder import EncoderDecoderSpec
+from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
+from hasten.models.encoder_decoder import EncoderDecoderSpec, fewest, less_one
 from hasten.models.nat_finetune import FineTuneSpec, FineTuning
+from hasten.models.tied import SourceMemory, Tied
 from hasten.nn.decoder_inputs import first
-from hasten.nn.dropout import Dropout
 from hasten.nn.fertility import FertilityHead, average, copied, drawn, feasible, most_probable, noise
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.positional import PositionalDecoder
-from hasten.nn.positions import Sinusoids
-from hasten.nn.stack import Encoder, Observer, unobserved
+from hasten.nn.stack import Observer, unobserved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +74,6 @@ class NATSpec(EncoderDecoderSpec):
 
 
 @dataclass(frozen=True)
-class CopyMemory(Memory):
-    """States, and the source ids (B, S) that are copied."""
-
-    source: Int[Tensor, "B S"]
-
-    def select(self, rows: Tensor) -> "CopyMemory":
-        """Batch rows by index."""
-        states, mask, source = (x.index_select(0, rows) for x in (self.states, self.mask, self.source))
-        return CopyMemory(states, mask, source)
-
-
-@dataclass(frozen=True)
 class Copies:
     """For every position of a canvas the source position (B, T) that it copies."""
 
@@ -97,7 +84,7 @@ class Copies:
         return Copies(self.index.index_select(0, rows))
 
 
-class NAT(GenerationModel):
+class NAT(Tied):
     """p(y | x) = sum over fertilities f of prod_i p(f_i | x) prod_t p(y_t | x copied by f, x); |y| = sum f.
 
     Trained by the cross-entropy of the tokens given the fertilities of the batch (`hasten align` makes them), plus that
@@ -108,31 +95,19 @@ class NAT(GenerationModel):
     post-norm.
     """
 
-    banned: Tensor
-
     def __init__(self, spec: NATSpec, vocab_size: int):
-        super().__init__()
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
-        self.positions = Sinusoids(spec.d_model)
-        self.dropout = Dropout(spec.dropout)
-        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
+        super().__init__(spec, vocab_size)
+        self.encoder = spec.encoder()
         self.fertility = FertilityHead(spec.d_model, spec.most_fertility)
-        kinds = (spec.decoder_attention, spec.cross_attention)
-        sharing = (spec.decoder_sharing, spec.positional_sharing, spec.cross_sharing, spec.shared_of_cross)
-        self.decoder = PositionalDecoder(spec.decoder_layers, *shape, *kinds, *sharing)
-        limits = (_without_end(self.encoder.longest), _without_end(self.decoder.longest_memory), self.decoder.longest)
-        self.longest = min((limit for limit in limits if limit is not None), default=None)
+        self.decoder = spec.decoder(partial(PositionalDecoder, positional_sharing=spec.positional_sharing))
+        source = less_one(fewest(self.encoder.longest, self.decoder.longest_memory))
+        self.longest = fewest(source, self.decoder.longest)
         self.most_tokens = self.decoder.longest or 2**31
         self.edits = (Edit("fill", self.fill),)
         methods: dict[str, Callable[[Tensor], Tensor]] = {"argmax": most_probable, "average": average}
         self._chosen = methods[spec.decoding.method]
         self.fine_tuning = None if spec.finetune is None else FineTuning(spec.finetune)
         self._objective = _as_they_are if self.fine_tuning is None else self.fine_tuning.terms
-        banned = torch.zeros(vocab_size)
-        banned[list(SPECIAL_IDS)] = -torch.inf
-        self.register_buffer("banned", banned, persistent=False)
 
     def learn_from(self, teacher: Autoregressive) -> None:
         """Take the teacher that the spec's `finetune` names, and freeze it."""
@@ -141,24 +116,20 @@ class NAT(GenerationModel):
 
     def encode(
         self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved
-    ) -> CopyMemory:
+    ) -> SourceMemory:
         """Encoder states of the source, and the source itself."""
-        return CopyMemory(self.encoder(self._embed(source), mask, observe=observe), mask, source)
+        return SourceMemory.of(super().encode(source, mask, observe), source)
 
     def states(
         self,
-        memory: CopyMemory,
+        memory: SourceMemory,
         index: Int[Tensor, "B T"],
         real: Bool[Tensor, "B T"],
         observe: Observer = unobserved,
     ) -> Float[Tensor, "B T D"]:
         """Decoder states where position t copies source position `index` t; `real` is True on real positions."""
-        copies = self._embed(memory.source.gather(1, index))
+        copies = self.embed(memory.ids.gather(1, index))
         return self.decoder(copies, real, memory.states, memory.mask, observe)
-
-    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Scores of every vocabulary entry, from decoder states."""
-        return F.linear(states, self.embedding.weight)
 
     def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
         """Of the "encoder", of the "decoder" over its own positions, by place ("positional"), and "cross".
@@ -227,7 +198,7 @@ class NAT(GenerationModel):
 
     def fill(self, canvas: Canvas, memory: Memory, iteration: int = 0) -> Canvas:
         """The most probable token at every position."""
-        assert isinstance(memory, CopyMemory)
+        assert isinstance(memory, SourceMemory)
         real = canvas.tokens != PAD
         logits = self.logits(self.states(memory, canvas.cache.index, real)).float()
         best, tokens = (logits + self.banned).max(-1)
@@ -235,7 +206,7 @@ class NAT(GenerationModel):
         return Canvas(tokens.masked_fill(~real, PAD), scores, torch.ones_like(canvas.done))
 
     def said(
-        self, memory: CopyMemory, fertilities: Int[Tensor, "B S"], log_probs: Float[Tensor, "B S C"]
+        self, memory: SourceMemory, fertilities: Int[Tensor, "B S"], log_probs: Float[Tensor, "B S C"]
     ) -> Int[Tensor, "B T"]:
         """The output under given fertilities, as far as they are usable; padded with PAD."""
         return self.fill(canvas_of(self.usable(fertilities, log_probs, memory)), memory).tokens
@@ -243,9 +214,6 @@ class NAT(GenerationModel):
     def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
         """Every row, after one pass."""
         return after.done
-
-    def _embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        return self.dropout(self.positions(embed(self.embedding, ids)))
 
 
 def canvas_of(fertilities: Int[Tensor, "B S"]) -> Canvas:
@@ -270,11 +238,6 @@ def _labels(batch: Batch) -> Int[Tensor, "B S"]:
 
 def _most(source_length: Any) -> Any:
     return 2 * source_length + 20
-
-
-def _without_end(longest: int | None) -> int | None:
-    """How many tokens a sequence has besides its end symbol."""
-    return None if longest is None else longest - 1
 
 
 def _as_they_are(terms: dict[str, LossTerm], *learnt_from: object) -> dict[str, LossTerm]:

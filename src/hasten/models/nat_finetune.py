@@ -15,12 +15,13 @@ from hasten.data.tokenizer import PAD
 from hasten.errors import UserError
 from hasten.fields import Factor, Share, Spec
 from hasten.models.autoregressive import Autoregressive
+from hasten.models.tied import SourceMemory
 from hasten.nn.draws import row_draws
 from hasten.nn.fertility import average, drawn
 from hasten.nn.loss import LossTerm
 
 if TYPE_CHECKING:
-    from hasten.models.nat import NAT, CopyMemory
+    from hasten.models.nat import NAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class FineTuning:
         self,
         ordinary: dict[str, LossTerm],
         model: "NAT",
-        memory: "CopyMemory",
+        memory: SourceMemory,
         logits: Float[Tensor, "N V"],
         batch: Batch,
         generator: torch.Generator,
@@ -94,7 +95,7 @@ class FineTuning:
         return self.teacher
 
     def _policy(
-        self, model: "NAT", teacher: Autoregressive, memory: "CopyMemory", batch: Batch, generator: torch.Generator
+        self, model: "NAT", teacher: Autoregressive, memory: SourceMemory, batch: Batch, generator: torch.Generator
     ) -> Float[Tensor, ""]:
         log_probs = model.fertility.log_probs(memory.states.detach())
         _, uniform = row_draws(memory.mask, generator, 0)

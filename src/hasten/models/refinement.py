@@ -14,16 +14,15 @@ from hasten.data.batch import Batch
 from hasten.data.tokenizer import PAD, PLACEHOLDER, SPECIAL_IDS
 from hasten.errors import UserError
 from hasten.fields import Depth, NonNegativeFloat, PositiveInt, Share, Spec
-from hasten.models.base import Canvas, Edit, GenerationModel, Memory, ObserveAttention, embed, reported, tied_embedding
-from hasten.models.encoder_decoder import EncoderDecoderSpec
+from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
+from hasten.models.encoder_decoder import EncoderDecoderSpec, fewest, less_one
+from hasten.models.tied import SourceMemory, Tied
 from hasten.nn.decoder_inputs import first, uniform_copy
 from hasten.nn.draws import row_draws
-from hasten.nn.dropout import Dropout
 from hasten.nn.lengths import LengthHead
 from hasten.nn.loss import LossTerm, cross_entropy
 from hasten.nn.parallel import ParallelDecoder
-from hasten.nn.positions import Sinusoids
-from hasten.nn.stack import Encoder, Observer, unobserved
+from hasten.nn.stack import Observer, unobserved
 
 REPEAT, REPLACE, SWAP = range(3)
 _DRAWS = 3  # numbers that a corruption needs for each token: is it chosen, what happens to it, which word comes in
@@ -145,17 +144,6 @@ def _decided(
 
 
 @dataclass(frozen=True)
-class SourceMemory(Memory):
-    """An encoded batch with the ids it was made from, ids (B, S)."""
-
-    ids: Int[Tensor, "B S"]
-
-    def select(self, rows: Tensor) -> "SourceMemory":
-        """Batch rows by index."""
-        return SourceMemory(*(part.index_select(0, rows) for part in (self.states, self.mask, self.ids)))
-
-
-@dataclass(frozen=True)
 class Inputs:
     """What the next pass reads, states (B, T, D): the copied source, or the last pass."""
 
@@ -176,7 +164,7 @@ def feed_tokens(tokens: Float[Tensor, "B T D"], states: Float[Tensor, "B T D"]) 
     return tokens
 
 
-class Refinement(GenerationModel):
+class Refinement(Tied):
     """p(y | x) by passes: y_0 from the copied source, y_l = argmax p(y | y_(l-1), h_(l-1), x), tokens independent.
 
     h are the last layer's states. The length is guessed from the encoder (offset to the source's); the source's words
@@ -186,35 +174,20 @@ class Refinement(GenerationModel):
     Refinement"). Not done: highway layers, positional attention, and learning lengths in a run of their own.
     """
 
-    banned: Tensor
     words: Tensor
 
     def __init__(self, spec: RefinementSpec, vocab_size: int):
-        super().__init__()
-        self.spec = spec
-        self.embedding = tied_embedding(vocab_size, spec.d_model)
-        self.positions = Sinusoids(spec.d_model)
-        self.dropout = Dropout(spec.dropout)
-        shape = (spec.d_model, spec.n_heads, spec.d_ff, spec.dropout)
-        self.encoder = Encoder(spec.encoder_layers, *shape, spec.encoder_attention, spec.encoder_sharing)
-        kinds = (spec.decoder_attention, spec.cross_attention)
-        sharing = (spec.decoder_sharing, spec.cross_sharing, spec.shared_of_cross)
-        decoders = [
-            ParallelDecoder(spec.decoder_layers, *shape, *kinds, *sharing) for _ in range(1 if spec.one_decoder else 2)
-        ]
+        super().__init__(spec, vocab_size)
+        self.encoder = spec.encoder()
+        decoders = [spec.decoder(ParallelDecoder) for _ in range(1 if spec.one_decoder else 2)]
         self.decoders = nn.ModuleList(decoders)
         self.lengths = LengthHead(spec.d_model, "offset", spec.length_most)
-        # The source has one symbol more: its end.
-        limits = [limit and limit - 1 for limit in (self.encoder.longest, decoders[0].longest_memory)]
-        self.longest = min((limit for limit in (*limits, decoders[0].longest) if limit is not None), default=None)
         self.most_tokens = decoders[0].longest
+        self.longest = fewest(less_one(fewest(self.encoder.longest, decoders[0].longest_memory)), self.most_tokens)
         self.edits = (Edit("fill", self._fill),)
         self.feed = {"both": feed_both, "tokens": feed_tokens}[spec.feedback]
         self.corrupt: Corrupt = {"each": corrupt_each, "some": corrupt_some}[spec.corruption]
         self.rates = _rates(spec.corruption_rate, spec.train_iterations - 1)
-        banned = torch.zeros(vocab_size)
-        banned[list(SPECIAL_IDS)] = -torch.inf
-        self.register_buffer("banned", banned, persistent=False)
         words = torch.tensor([i for i in range(vocab_size) if i not in SPECIAL_IDS])
         self.register_buffer("words", words, persistent=False)
 
@@ -222,19 +195,14 @@ class Refinement(GenerationModel):
         self, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], observe: Observer = unobserved
     ) -> SourceMemory:
         """Encoder states of the source, and its ids."""
-        x = self.dropout(self.positions(embed(self.embedding, source)))
-        return SourceMemory(self.encoder(x, mask, observe=observe), mask, source)
-
-    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Scores of every vocabulary entry, from decoder states."""
-        return F.linear(states, self.embedding.weight)
+        return SourceMemory.of(super().encode(source, mask, observe), source)
 
     def copied(self, memory: Memory, lengths: Int[Tensor, "B"]) -> Float[Tensor, "B T D"]:
         """Embeddings of the source's words at the positions of outputs of these lengths, end to end."""
         assert isinstance(memory, SourceMemory)
         # Outputs have no end symbol, so it is not copied, unless there is nothing else.
         index = uniform_copy((memory.lengths - 1).clamp(min=1), lengths)
-        return embed(self.embedding, memory.ids.gather(1, index))
+        return self.look_up(memory.ids.gather(1, index))
 
     def decode(
         self,
@@ -246,7 +214,7 @@ class Refinement(GenerationModel):
     ) -> Float[Tensor, "B T D"]:
         """States after pass number `iteration`, counted from 0."""
         decoder = self.decoders[min(iteration, len(self.decoders) - 1)]
-        return decoder(self.dropout(self.positions(inputs)), real, memory.states, memory.mask, observe)
+        return decoder(self.placed(inputs), real, memory.states, memory.mask, observe)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """Cross-entropy of every target token, the mean over the passes, and that of the length."""
@@ -258,7 +226,7 @@ class Refinement(GenerationModel):
         total, own = self._said(states, target, real)
         for iteration, rate in enumerate(self.rates):
             corrupted = self.corrupt(target, real, draws[iteration], rate, self.words)
-            read = embed(self.embedding, torch.where(use[iteration], corrupted, own))
+            read = self.look_up(torch.where(use[iteration], corrupted, own))
             states = self.decode(iteration + 1, self.feed(read, states), real, memory)
             added, own = self._said(states, target, real)
             total = total + added
@@ -315,7 +283,7 @@ class Refinement(GenerationModel):
         best, tokens = (logits + self.banned).max(-1)
         scores = (best - logits.logsumexp(-1)).masked_fill(~real, 0.0)
         tokens = tokens.masked_fill(~real, PAD)
-        return Canvas(tokens, scores, canvas.done, Inputs(self.feed(embed(self.embedding, tokens), states)))
+        return Canvas(tokens, scores, canvas.done, Inputs(self.feed(self.look_up(tokens), states)))
 
     def stopped(self, before: Canvas, after: Canvas, memory: Memory, iteration: int) -> Bool[Tensor, "B"]:
         """Every row after the last pass; before, rows whose tokens have not changed, where that is asked."""
