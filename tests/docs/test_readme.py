@@ -2,7 +2,7 @@
 
 An HTML comment in front of a block says how it is run:
     <!-- not run: REASON -->                 the block is left out
-    <!-- run with: KEY=VALUE KEY=VALUE -->   added to its training lines, so that a long run becomes a short one
+    <!-- run with: KEY=VALUE KEY=VALUE -->   added to its lines that train or export: a long run becomes a short one
 """
 
 import os
@@ -31,8 +31,11 @@ DOCUMENTS = (
     "docs/sharing.md",
     "docs/exact.md",
     "docs/pronunciation.md",
+    "docs/runtime.md",
+    "docs/import.md",
+    "docs/fertility.md",
 )
-TRAINING = ("hasten train", "hasten share train")
+LONG = ("hasten train", "hasten share train", "hasten export")
 FENCE = re.compile(
     r"(?:<!-- (?P<how>not run|run with): (?P<what>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S
 )
@@ -69,7 +72,7 @@ def shell_script(block: Block) -> str:
     lines = block.code.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return "\n".join(f"{line} {block.overrides}" if line.startswith(TRAINING) else line for line in lines)
+    return "\n".join(f"{line} {block.overrides}" if line.startswith(LONG) else line for line in lines)
 
 
 def write_small_corpus(folder: Path) -> None:

@@ -25,6 +25,7 @@ from hasten.training.ctranslate2_teacher import CTranslate2Teacher
 from hasten.training.teachers import ModelTeacher
 
 transformers = pytest.importorskip("transformers")
+FIRST = "model.encoder.layers.0.self_attn"
 SMALL = {"d_model": 32, "ffn": 48, "layers": 2, "heads": 4}
 ODD = [
     "", " ", "a", "  two  spaces ", "tab\there", "漢字 and ka", "e\u0301", "ﬁne", "\u00a0", "<s>", "▁ka mo", "😀",
@@ -270,6 +271,11 @@ def text(name: str, content: str):
             weights(lambda tensors: tensors.update({"model.shared.weight": torch.ones(9, 32, dtype=torch.int8)})),
             "model.shared.weight is of type int8; supported are weights in floating point",
         ),
+        (config(activation_function=["relu"]), r"activation_function is \['relu'\]; supported is swish or relu"),
+        (
+            weights(lambda tensors: tensors.update({f"{FIRST}.q_proj.weight": torch.ones(9, 9)})),
+            f"the projections of {FIRST} differ in their weight's shape",
+        ),
         (config(eos_token_id=1), "must differ"),
         (config(encoder_layers=1), "is unknown to a Marian model of the layers"),
         (config(decoder_layers=3), "model.decoder.layers.2.* is missing"),
@@ -313,3 +319,17 @@ def test_a_conversion_for_ctranslate2_teaches_the_same(original: Path, run: Path
     said = ModelTeacher(str(run), beam=1).ready().translate(lines)
     assert teacher.translate(lines) == said
     assert len(set(said)) > 3
+
+
+def test_a_checkpoint_is_not_written_over(original: Path, tmp_path: Path):
+    directory = Path(shutil.copytree(original, tmp_path / "opus"))
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    (tmp_path / "link").symlink_to(directory)
+    for out in (directory, tmp_path / "link"):
+        with pytest.raises(UserError, match="is the checkpoint itself; choose another --out"):
+            import_marian(directory, out, force=True)
+    other = Path(shutil.copytree(original, tmp_path / "other"))
+    with pytest.raises(UserError, match="holds something other than a run; choose another --out"):
+        import_marian(directory, other, force=True)
+    for place in (directory, other):
+        assert {path.name: path.read_bytes() for path in place.iterdir()} == before

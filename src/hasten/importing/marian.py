@@ -45,6 +45,8 @@ def import_marian(directory: Path, out: Path, *, force: bool = False) -> Path:
     Raises `UserError` where something is missing, damaged or at odds with itself, for weights that only a pickle
     holds, for settings that `MarianSpec` cannot say, and for an `out` in the way.
     """
+    if out.exists() and directory.exists() and out.samefile(directory):
+        raise UserError(f"{out} is the checkpoint itself; choose another --out")
     checkpoint.claim(out, resume=False, force=force)
     config = _config(directory)
     spec = _spec(config, directory)
@@ -99,7 +101,7 @@ _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 def _spec(config: Mapping[str, Any], directory: Path) -> MarianSpec:
     """The model; `UserError` names the first setting that it cannot have."""
     activation = config.get("activation_function", "gelu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise _unsupported(directory, "activation_function", activation, "swish or relu")
     if config["d_model"] % 2:
         raise _unsupported(directory, "d_model", config["d_model"], "an even number")
@@ -209,6 +211,8 @@ def _converted(
                     own[f"{here}.{name}.{kind}"] = take(f"{there}.{their}.{kind}")
                 for name, their in attentions.items():
                     three = [take(f"{there}.{their}.{part}_proj.{kind}") for part in "qkv"]
+                    if len({part.shape for part in three}) > 1:
+                        raise UserError(f"{origin}: the projections of {there}.{their} differ in their {kind}'s shape")
                     own[f"{here}.{name}.in_proj_{kind}"] = torch.cat(three)
     if left:
         raise UserError(f"{origin}: {min(left)} is unknown to a Marian model of the layers in config.json")

@@ -194,7 +194,8 @@ def fill_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
 def holds_run(directory: Path) -> bool:
     """Whether anything of a run is there that would be lost."""
     names = (CONFIG, WEIGHTS, STATE, STATE + ".old")
-    return any((directory / name).exists() for name in names)
+    foreign = (directory / "config.json").exists() and not (directory / CONFIG).exists()  # another package's weights
+    return not foreign and any((directory / name).exists() for name in names)
 
 
 def claim(directory: Path, *, resume: bool, force: bool) -> None:
