@@ -130,3 +130,13 @@ def test_a_memory_is_refused():
         m(x, Mask(), x)
     with pytest.raises(UserError, match="SSRU is for self-attention"):
         m.remember(x, KEYS)
+
+
+def test_steps_are_taken_under_autocast_too():
+    torch.manual_seed(0)
+    layer, x = SSRULayer(8, 2, SSRU()), torch.randn(2, 7, 8)
+    expected = layer.attend(x, Mask(causal=True)).output
+    with torch.autocast("cpu", torch.bfloat16):
+        first, state = layer.step(x[:, :3], None)
+        second, _ = layer.step(x[:, 3:], state)
+    torch.testing.assert_close(torch.cat((first, second), 1).float(), expected, atol=0.05, rtol=0.05)

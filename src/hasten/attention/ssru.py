@@ -168,17 +168,17 @@ class SSRULayer(SelfLayer):
     def attend_step(
         self, x: Float[Tensor, "B n D"], state: SelfState | None, carried: Attended | None = None
     ) -> tuple[Attended, SelfState]:
-        """The recurrence as it is written, one new position after another."""
+        """The recurrence as it is written, one new position after another; in float32 or wider, as sums are."""
         logits, values = self._project(x)
-        gates = logits.sigmoid()
-        past = Cells(torch.zeros_like(values[:, 0])) if state is None else state.values
+        gates, entering = logits.to(wide(logits)).sigmoid(), values.to(wide(values))
+        past = Cells(torch.zeros_like(entering[:, 0])) if state is None else state.values
         assert isinstance(past, Cells)
         c = past.c
         states = []
-        for f, v in zip(gates.unbind(1), values.unbind(1), strict=True):
+        for f, v in zip(gates.unbind(1), entering.unbind(1), strict=True):
             c = torch.lerp(v, c, f)
             states.append(c)
-        context = torch.stack(states, 1)
+        context = torch.stack(states, 1).to(values.dtype)
         return Attended(context.relu(), context, _Unshared()), SelfState(_NOTHING, Cells(c))
 
     def lead(self) -> None:
