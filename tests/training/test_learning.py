@@ -1,11 +1,10 @@
 """Models learn a real task, words to phonemes, through the path that users take.
 
-Measured on one core of an AMD EPYC with AVX512-BF16: phoneme error rate 0.20 autoregressive and 0.17 one-pass, about a
-minute of computing each; 0.280, 0.275 and 0.273 by refinement in 1, 4 and 10 passes, after two minutes. The length
-is what refinement gets wrong: for 56 words of 100 it is right. 0.316, 0.296 and 0.291 by Mask-Predict in 1, 4 and 10
-passes, after a minute or two; its length is right for 44 words of 100. 0.249 by the NAT, whose labels are what the
-autoregressive model reads, and 0.191 where that model chooses among ten candidates, after a minute; with targets spread
-evenly over the letters for labels 0.270 and 0.215.
+Measured on one core of an AMD EPYC with AVX512-BF16, phoneme error rates and seconds of computing: 0.307 autoregressive
+(47 s); 0.263 one-pass (53 s); 0.341 by the NAT, whose labels are what the autoregressive model reads, and 0.311 where
+that model chooses among ten candidates (68 s); 0.424, 0.397 and 0.382 by Mask-Predict in 1, 4 and 10 passes (46 s).
+Refinement learns from three times as many words, in twice as many steps of twice the size: 0.280, 0.275 and 0.273 in
+1, 4 and 10 passes. The length is what it gets wrong: for 56 words of 100 it is right.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ from hasten.translator import Translator
 
 pytestmark = pytest.mark.slow
 
-HELD_OUT, TRAINED = 1000, 60_000
+HELD_OUT, FEW, MANY = 1000, 20_000, 60_000
 SHAPES = {
     "autoregressive": {"decoder_layers": 2},
     "ctc": {"refiner_layers": 1, "upsample": 2},
@@ -41,11 +40,15 @@ SHAPES = {
 }
 
 
+def written(directory: Path, n_words: int) -> Corpus:
+    entries = iter(pronunciations())
+    splits = {"valid": list(islice(entries, HELD_OUT)), "train": list(islice(entries, n_words))}
+    return write_corpus(directory, LANGUAGES, splits, {})
+
+
 @pytest.fixture(scope="module")
 def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    entries = iter(pronunciations())
-    splits = {"valid": list(islice(entries, HELD_OUT)), "train": list(islice(entries, TRAINED))}
-    return write_corpus(tmp_path_factory.mktemp("dictionary"), LANGUAGES, splits, {})
+    return written(tmp_path_factory.mktemp("dictionary"), FEW)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,6 +69,11 @@ def edits(one: Sequence[str], other: Sequence[str]) -> int:
     return row[-1]
 
 
+def few(task: loop.Task, n: int) -> loop.Task:
+    """The first of the words that are held out."""
+    return dataclasses.replace(task, valid_source=task.valid_source[:n], valid_target=task.valid_target[:n])
+
+
 def error_rate(model: GenerationModel, tokenizer, task: loop.Task) -> float:
     return wrong_share(Translator(model, tokenizer).translate(task.valid_source), task)
 
@@ -84,12 +92,12 @@ def test_no_word_is_both_learnt_and_asked(dictionary):
 
 
 def learn(
-    kind: str, dictionary: Corpus, directory: Path, **data: str
+    kind: str, dictionary: Corpus, directory: Path, steps: int = 300, batch_tokens: int = 1000, **data: str
 ) -> tuple[specs.RunSpec, GenerationModel, Tokenizer, loop.Task]:
-    """A small model after 600 steps, with what it was made from; untrained, it says next to nothing right."""
+    """A small model after so many steps, with what it was made from; untrained, it says next to nothing right."""
     shape = {"d_model": 64, "n_heads": 4, "d_ff": 256, "encoder_layers": 2, "dropout": 0.05}
-    training = {"steps": 600, "batch_tokens": 2000, "learning_rate": 3e-3, "warmup": 60, "decay": 0.5,
-                "save_every": 600, "average": 1, "validate_sentences": 0}  # fmt: skip
+    training = {"steps": steps, "batch_tokens": batch_tokens, "learning_rate": 3e-3, "warmup": steps // 10,
+                "decay": 0.5, "save_every": steps, "average": 1, "validate_sentences": 0}  # fmt: skip
     spec = specs.parse(
         {
             "data": {"path": str(dictionary.directory), **data},
@@ -101,9 +109,9 @@ def learn(
     )
     tokenizer = prepare.make_tokenizer(spec.tokenizer, dictionary)
     task, counts = prepare.make_task(spec, dictionary, tokenizer)
-    assert counts["kept"] > 0.99 * TRAINED
+    assert counts["kept"] > 0.99 * len(dictionary.pairs("train")[0])
     untrained = spec.model.build(tokenizer.vocab_size).eval()
-    assert error_rate(untrained, tokenizer, task) > 0.8
+    assert error_rate(untrained, tokenizer, few(task, 100)) > 0.8
     return spec, loop.train(spec, directory, tokenizer, task), tokenizer, task
 
 
@@ -121,14 +129,14 @@ def valid(dictionary: Corpus) -> loop.Task:
 def test_an_autoregressive_model_learns_to_pronounce(teacher: Translator, dictionary: Corpus):
     reached = error_rate(teacher.model, teacher.tokenizer, valid(dictionary))
     print(f"autoregressive: phoneme error rate {reached:.3f}")
-    assert reached <= 0.25
+    assert reached <= 0.36
 
 
 def test_a_one_pass_model_learns_to_pronounce(dictionary: Corpus, tmp_path: Path):
     _, learnt, tokenizer, task = learn("ctc", dictionary, tmp_path / "run")
     reached = error_rate(learnt, tokenizer, task)
     print(f"ctc: phoneme error rate {reached:.3f}")
-    assert reached <= 0.23
+    assert reached <= 0.32
 
 
 def test_a_nat_learns_to_pronounce_and_its_teacher_finds_better_candidates(teacher, dictionary: Corpus, tmp_path: Path):
@@ -144,14 +152,16 @@ def test_a_nat_learns_to_pronounce_and_its_teacher_finds_better_candidates(teach
     reached = [wrong_share(output, task) for output in outputs]
     print(f"nat: phoneme error rate {reached[0]:.3f}, of 10 candidates the teacher's choice {reached[1]:.3f}")
     print(f"nat: the teacher's mean log probability {thought[0]:.3f} and {thought[1]:.3f}")
-    assert reached[0] <= 0.29
-    assert reached[1] <= reached[0] - 0.03  # measured: 0.058 better
+    assert reached[0] <= 0.39
+    assert reached[1] <= reached[0] - 0.015  # measured: 0.030 better
     assert thought[1] >= thought[0]
 
 
-def by_passes(kind: str, learn_from: Corpus, directory: Path, decoding: Callable[[int], Spec]) -> dict[int, float]:
+def by_passes(
+    kind: str, learn_from: Corpus, directory: Path, decoding: Callable[[int], Spec], **training: int
+) -> dict[int, float]:
     """Error rates of a learnt model in 1, 4 and 10 passes, with the settings of decoding for so many."""
-    spec, learnt, tokenizer, task = learn(kind, learn_from, directory)
+    spec, learnt, tokenizer, task = learn(kind, learn_from, directory, **training)
     reached = {}
     for passes in (1, 4, 10):
         model = dataclasses.replace(spec.model, decoding=decoding(passes)).build(tokenizer.vocab_size).eval()
@@ -161,9 +171,11 @@ def by_passes(kind: str, learn_from: Corpus, directory: Path, decoding: Callable
     return reached
 
 
-def test_refinement_learns_to_pronounce_and_further_passes_mend_what_the_first_said(dictionary, tmp_path: Path):
+def test_refinement_learns_to_pronounce_and_further_passes_mend_what_the_first_said(tmp_path: Path):
     settings = lambda passes: RefinementDecoding(iterations=passes, adaptive=False)  # noqa: E731
-    reached = by_passes("refinement", dictionary, tmp_path / "run", settings)
+    # It takes long: after 300 steps of 1000 tokens, two passes each, further passes mended nothing.
+    words, training = written(tmp_path / "words", MANY), {"steps": 600, "batch_tokens": 2000}
+    reached = by_passes("refinement", words, tmp_path / "run", settings, **training)
     assert reached[4] <= reached[1] - 0.002  # measured: 0.006 better
     assert reached[10] <= reached[4] + 0.002  # measured: 0.002 better
     assert reached[10] <= 0.32
@@ -172,6 +184,6 @@ def test_refinement_learns_to_pronounce_and_further_passes_mend_what_the_first_s
 def test_mask_predict_learns_to_pronounce_and_says_it_better_in_more_passes(dictionary, tmp_path: Path):
     settings = lambda passes: MaskedSpec(iterations=passes)  # noqa: E731
     reached = by_passes("mask_predict", dictionary, tmp_path / "run", settings)
-    assert reached[4] <= reached[1] - 0.008  # measured: 0.021 better
-    assert reached[10] <= reached[4] + 0.002  # measured: 0.005 better
-    assert reached[10] <= 0.34
+    assert reached[4] <= reached[1] - 0.011  # measured: 0.027 better
+    assert reached[10] <= reached[4] + 0.002  # measured: 0.015 better
+    assert reached[10] <= 0.44
