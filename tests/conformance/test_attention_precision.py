@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.mechanisms import Case, assert_equal, each, each_mask, gradients, inputs, make_mask
+from conformance.mechanisms import Case, assert_equal, each, each_code, each_mask, gradients, inputs, make_mask
 from hasten.attention import Attention, Mask
 
 # Precision, compilation, export
@@ -67,7 +67,7 @@ def test_a_backward_pass_may_stand_within_autocast(case: Case, causal: bool):
 
 
 @pytest.mark.usefixtures("unchecked")
-@each
+@each_code
 def test_it_compiles_into_one_graph_for_all_lengths(case: Case):
     call = Call(case.build())
     torch.compiler.reset()
@@ -81,7 +81,7 @@ def test_it_compiles_into_one_graph_for_all_lengths(case: Case):
 
 
 @pytest.mark.usefixtures("unchecked")
-@each
+@each_code
 def test_it_exports_with_a_dynamic_length(case: Case):
     call, qkv = Call(case.build()), tuple(x.detach() for x in inputs())
     # One below the limit: there torch sees a slice that is no slice.

@@ -172,7 +172,7 @@ def test_a_compiled_step_in_training_is_the_step(spec: LSHSpec | RoutingSpec):
     results = []
     for compiled in (False, True):
         model = layer(spec)
-        called = torch.compile(model, backend="aot_eager", dynamic=True) if compiled else model
+        called = torch.compile(model, backend="aot_eager") if compiled else model
         value = objective(called, sentence(), replay=False)
         value.backward()
         after_update(model)
