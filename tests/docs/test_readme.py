@@ -2,7 +2,7 @@
 
 An HTML comment in front of a block says how it is run:
     <!-- not run: REASON -->                 the block is left out
-    <!-- run with: KEY=VALUE KEY=VALUE -->   added to its lines that train or export: a long run becomes a short one
+    <!-- run with: KEY=VALUE KEY=VALUE -->   added to its lines that train, export or time, so that they are short
 """
 
 import os
@@ -35,7 +35,7 @@ DOCUMENTS = (
     "docs/import.md",
     "docs/fertility.md",
 )
-LONG = ("hasten train", "hasten share train", "hasten export")
+LONG = ("hasten train", "hasten share train", "hasten export", "hasten bench decode")
 FENCE = re.compile(
     r"(?:<!-- (?P<how>not run|run with): (?P<what>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S
 )
