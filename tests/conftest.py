@@ -21,6 +21,11 @@ CHECKED = ("hasten.attention", "hasten.decoding", "hasten.models", "hasten.nn")
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch):
     """The code as users run it: torch's compilers cannot trace the shape checks."""
