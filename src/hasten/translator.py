@@ -21,6 +21,7 @@ from hasten.data.parts import (
     of_lines,
     text_of,
 )
+from hasten.data.shortlist import Shortlist
 from hasten.data.tokenizer import Tokenizer
 from hasten.decoding.beam import Hypothesis, StepModel, beam_search, length_normalised
 from hasten.decoding.exact import VerifyingModel, exact
@@ -28,7 +29,7 @@ from hasten.decoding.frame import Frame
 from hasten.decoding.refine import Decoded, final, refine
 from hasten.decoding.rerank import judge
 from hasten.errors import UserError
-from hasten.models.base import Drafting, GenerationModel, Memory, Scoring
+from hasten.models.base import Drafting, GenerationModel, Memory, Scoring, encoded, listing
 from hasten.nn.layout import lay_out
 from hasten.pretrained import resolve
 from hasten.spec import RunSpec
@@ -37,10 +38,13 @@ from hasten.training import checkpoint
 __all__ = ["Candidate", "LineTooLong", "NBestModel", "OnLong", "Translator", "load"]
 
 
-def load(name: str | Path, device: str = "cpu", *, decoding: Sequence[str] = ()) -> "Translator":
+def load(
+    name: str | Path, device: str = "cpu", *, decoding: Sequence[str] = (), shortlist: str | Path | None = None
+) -> "Translator":
     """A translator from a bundled name, a run directory or a Hugging Face hub id; nothing in it is executed.
 
     decoding: changes to the model's own settings of decoding, for example ("iterations=4",), in TOML notation.
+    shortlist: a table by `hasten shortlist`; each sentence is said in the pieces that it lists for it.
     Weights are computed with in float32, whatever they are stored in. Lines longer than the pairs the model learnt from
     (`data.max_tokens` of its configuration) are long for it. Raises `UserError` where anything is missing or damaged.
     """
@@ -52,7 +56,9 @@ def load(name: str | Path, device: str = "cpu", *, decoding: Sequence[str] = ())
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"device {device!r} cannot be used here (try cpu, cuda or mps): {reason}") from error
-    return Translator(lay_out(model), tokenizer, spec, directory, max(FEWEST_SOURCE_TOKENS, spec.data.max_tokens))
+    longest = max(FEWEST_SOURCE_TOKENS, spec.data.max_tokens)
+    table = None if shortlist is None else Shortlist.load(shortlist).check(tokenizer, str(shortlist))
+    return Translator(lay_out(model), tokenizer, spec, directory, longest, table)
 
 
 @runtime_checkable
@@ -70,6 +76,9 @@ class Translator:
 
     Lines of more than `max_source_tokens` pieces are long: they are split (after sentences, else after clauses, else
     between words, else anywhere) and the translations of the parts are joined by a space, or they are refused.
+
+    With a `shortlist` an output has only pieces of its part's own list, and log probabilities and scores are over that
+    list, as if all other pieces were impossible. Another model's scores of it (`rescorer`) are over all pieces.
     """
 
     model: GenerationModel
@@ -77,8 +86,12 @@ class Translator:
     spec: RunSpec | None = None
     directory: Path | None = None
     max_source_tokens: int = 256
+    shortlist: Shortlist | None = None
 
     def __post_init__(self) -> None:
+        if self.shortlist is not None:
+            listing(self.model)
+            self.shortlist.check(self.tokenizer, "the shortlist")
         if self.max_source_tokens < FEWEST_SOURCE_TOKENS:
             raise UserError(f"max_source_tokens is {self.max_source_tokens}, allowed {FEWEST_SOURCE_TOKENS} or more")
 
@@ -142,11 +155,11 @@ class Translator:
         wanted = n_best if rescorer is None else beam
         drafts = None if draft is None else self._drafted(draft, parts, batch_tokens)
         for group in group_by_tokens([len(part.ids) + 1 for part in parts], max(1, batch_tokens // beam)):
-            source, mask = self._batch([parts[i] for i in group])
+            own = [parts[i] for i in group]
             if drafts is None:
-                searched = self._search(source, mask, beam, wanted)
+                searched = self._search(own, beam, wanted)
             else:
-                frames = exact(self._verifying(beam), source, mask, [drafts[i] for i in group])
+                frames = exact(self._verifying(beam), *self._batch(own), [drafts[i] for i in group])
                 searched = [[_greedy(row)] for row in final(frames, len(group))]
             for i, hypotheses in zip(group, searched, strict=True):
                 decoded[i] = self._candidates(hypotheses)
@@ -205,6 +218,11 @@ class Translator:
             raise UserError(f"beam is {beam}; a draft is checked against the one output without a beam, so leave it 1")
         if not isinstance(self.model, VerifyingModel):
             raise UserError(f"{type(self.model).__name__} models check no drafts; an autoregressive model does")
+        if self.shortlist is not None:
+            raise UserError(
+                "a model with a shortlist checks no drafts, since it would not say what it says by itself; "
+                "give the shortlist to the draft"
+            )
         self.model.check_rewinds()
         return self.model
 
@@ -219,7 +237,7 @@ class Translator:
         if not parts:
             return []
         if draft is None:
-            return list(refine(self.model, *self._batch(parts)))
+            return list(refine(self.model, *self._batch(parts), lists=self._lists(parts)))
         return list(exact(self._verifying(1), *self._batch(parts), self._drafted(draft, parts, 4096)))
 
     def read(self, frames: Iterable[Frame]) -> str:
@@ -239,13 +257,20 @@ class Translator:
         source, mask = source_batch([part.ids for part in parts])
         return source.to(self.device), mask.to(self.device)
 
-    def _search(self, source: Tensor, mask: Tensor, beam: int, n_best: int) -> list[list[Hypothesis]]:
+    def _lists(self, parts: Sequence[Part]) -> list[Tensor] | None:
+        """What each part is said in; None: in any piece."""
+        return None if self.shortlist is None else [torch.from_numpy(self.shortlist.ids(part.ids)) for part in parts]
+
+    def _search(self, parts: Sequence[Part], beam: int, n_best: int) -> list[list[Hypothesis]]:
+        source, mask = self._batch(parts)
+        lists = self._lists(parts)
         if beam == 1:
-            return [[_greedy(decoded)] for decoded in final(refine(self.model, source, mask), len(source))]
+            frames = refine(self.model, source, mask, lists=lists)
+            return [[_greedy(decoded)] for decoded in final(frames, len(source))]
         if isinstance(self.model, Drafting):
             return self._side_by_side(source, mask, beam, n_best)
         with torch.inference_mode():
-            memory = self.model.encode(source, mask)
+            memory = encoded(self.model, source, mask, lists)
             if isinstance(self.model, StepModel):
                 return beam_search(self.model, memory, beam=beam, n_best=n_best)
             if isinstance(self.model, NBestModel):

@@ -34,6 +34,7 @@ DOCUMENTS = (
     "docs/runtime.md",
     "docs/import.md",
     "docs/fertility.md",
+    "docs/shortlist.md",
 )
 LONG = ("hasten train", "hasten share train", "hasten export", "hasten bench decode")
 FENCE = re.compile(

@@ -95,7 +95,7 @@ def test_logits_of_frames_are_those_of_pytorch(tokenizer, tmp_path, name):
     frames = real.repeat(model.spec.upsample, 1)
     inputs = {"source": source.numpy(), "masked": engine.masked(real), "frames_masked": engine.masked(frames)}
     [states] = peer._encoder.graph.run(None, inputs)
-    [logits] = peer._output.graph.run(None, {"states": states})
+    logits = peer._words.logits(states)
     with torch.no_grad():
         memory = model.encode(source, mask)
         expected = model.frame_logits(memory.states, memory.mask).flatten(0, 1).numpy()
@@ -109,7 +109,7 @@ def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
     source, mask = source_batch([tokenizer.encode(line) for line in LINES[:5]])
     state = peer._begin(source.numpy(), mask.numpy())
     with torch.no_grad():
-        kept = model.begin(model.encode(source, mask))
+        kept = model.begin(model.encode(source, mask)).layers
         for position in range(6):
             last = torch.arange(5) + 20 * position + 10
             x = model.positions(model.embedding(last[:, None]) * model.spec.d_model**0.5, position)
@@ -117,7 +117,7 @@ def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
             expected = model.logits(x[:, 0]).numpy()
             inputs = {"last": last.numpy(), "position": np.array([position])}
             tensors = {name: peer._tensor(value) for name, value in inputs.items()}
-            logits, *past = peer._step.graph.run_with_ort_values(peer._outputs, {**tensors, **state})
+            logits, *past = peer._step.graph.run_with_ort_values(["logits", *peer._after], {**tensors, **state})
             state |= dict(zip(peer._past, past, strict=True))
             assert np.abs(logits.numpy() - expected).max() < 1e-4
 

@@ -15,7 +15,7 @@ from hasten.cli import main
 from hasten.decoding.ctc_beam import collapse_scored
 from hasten.errors import UserError
 from hasten.export.onnx import export
-from hasten.runtime import engine, load
+from hasten.runtime import engine, load, words
 
 pytest.importorskip("onnx", reason="the extra onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
@@ -72,12 +72,12 @@ def test_collapse_is_that_of_the_model():
 
 def test_the_best_token_is_no_banned_one_and_the_lowest_of_equal_ones():
     logits = np.array([[9.0, 1.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]], dtype=np.float32)
-    ids, scores = engine.best(logits, [0])
+    ids, scores = words.best(logits, [0])
     assert ids.tolist() == [1, 2]
     expected = torch.from_numpy(logits).log_softmax(-1)
     assert np.allclose(scores, [expected[0, 1], expected[1, 2]], atol=1e-6)
     with pytest.raises(UserError, match="not numbers"):
-        engine.best(np.array([[0.0, np.nan]], dtype=np.float32), [0])
+        words.best(np.array([[0.0, np.nan]], dtype=np.float32), [0])
 
 
 def translated(command: list[str], data: bytes) -> bytes:

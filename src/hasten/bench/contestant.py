@@ -14,7 +14,7 @@ class Contestant:
     """A model with the way it is decoded.
 
     decoding: changes to the model's settings of decoding. rescorer: the model that chooses among the outputs of a beam.
-    draft: the model whose outputs this one checks.
+    draft: the model whose outputs this one checks. shortlist: the table of the pieces that it may say.
     directory: the exported model of a contestant in another engine; parameters: how many it has. The bench sets both.
     """
 
@@ -25,6 +25,7 @@ class Contestant:
     decoding: tuple[str, ...] = ()
     rescorer: str = ""
     draft: str = ""
+    shortlist: str = ""
     directory: str = ""
     parameters: int | None = None
     full_name: bool = False
@@ -39,13 +40,15 @@ class Contestant:
         options += [f"beam={self.beam}"] if self.beam > 1 else []
         options += [f"rescorer={self.rescorer}"] if self.rescorer else []
         options += [f"draft={self.draft}"] if self.draft else []
+        options += [f"shortlist={self.shortlist}"] if self.shortlist else []
         return ":".join([peer + name, *options, *self.decoding])
 
 
 def parse(text: str) -> Contestant:
-    """[ctranslate2:|onnx:]MODEL[:float32|:int8][:beam=N][:rescorer=MODEL][:draft=MODEL][:KEY=VALUE...]; or `UserError`.
+    """What is written as [ctranslate2:|onnx:]MODEL[:OPTION...]; or `UserError`.
 
-    Other keys are settings of the model's decoding.
+    An option is float32, int8, beam=N, rescorer=MODEL, draft=MODEL, shortlist=FILE or KEY=VALUE; other keys are
+    settings of the model's decoding.
     """
     engine, colon, rest = text.partition(":")
     peer = engine in _PEERS and bool(colon)
@@ -62,11 +65,13 @@ def parse(text: str) -> Contestant:
             found = replace(found, compute=option)
         elif key == "beam" and found.engine != "onnx" and _counts(value):
             found = replace(found, beam=int(value))
-        elif key == "beam" or peer or not (key and equals and value):
+        elif key == "shortlist" and found.engine != "ctranslate2" and value:
+            found = replace(found, shortlist=value)
+        elif key in ("beam", "shortlist") or peer or not (key and equals and value):
             raise UserError(
-                f"--models: {text!r} has the option {option!r}; allowed: beam=N (not for onnx), for ctranslate2 "
-                "and onnx: float32, int8, for models of hasten: rescorer=MODEL, draft=MODEL and settings of their "
-                "decoding, such as iterations=4"
+                f"--models: {text!r} has the option {option!r}; allowed: beam=N (not for onnx), shortlist=FILE "
+                "(not for ctranslate2), for ctranslate2 and onnx: float32, int8, for models of hasten: rescorer=MODEL, "
+                "draft=MODEL and settings of their decoding, such as iterations=4"
             )
         elif key == "rescorer":
             found = replace(found, rescorer=value)
@@ -78,6 +83,8 @@ def parse(text: str) -> Contestant:
         raise UserError(f"--models: {text!r} names no model; write NAME, NAME:beam=4 or ctranslate2:NAME:int8")
     if found.rescorer and found.beam == 1:
         raise UserError(f"--models: {text!r} has a rescorer but one output to choose from; add beam=N")
+    if found.draft and found.shortlist:
+        raise UserError(f"--models: {text!r} has a draft and a shortlist; what it says itself has no shortlist")
     if found.draft and found.beam > 1:
         raise UserError(f"--models: {text!r} has a draft, which is for one output without a beam; leave out beam")
     return found

@@ -198,6 +198,7 @@ def _row(contestant: Contestant, record: _Record, plan: Plan, threads: int) -> R
         "decoding": list(contestant.decoding),
         "rescorer": contestant.rescorer,
         "draft": contestant.draft,
+        "shortlist": contestant.shortlist,
         **record.facts,
         "threads": threads,
         "data": plan.name,

@@ -44,7 +44,8 @@ class HastenDecoder:
 
         torch.set_num_threads(threads)
         self.beam = contestant.beam
-        self.translator = hasten.load(contestant.model, decoding=contestant.decoding)
+        shortlist = contestant.shortlist or None
+        self.translator = hasten.load(contestant.model, decoding=contestant.decoding, shortlist=shortlist)
         self.rescorer = hasten.load(contestant.rescorer) if contestant.rescorer else None
         self.draft = hasten.load(contestant.draft) if contestant.draft else None
 
@@ -56,16 +57,20 @@ class HastenDecoder:
 
     def outputs(self, lines: Sequence[str]) -> list[tuple[list[int], int | None]]:
         """Ids from the decoding loop; those of the text where a beam search made it, which counts no passes."""
+        import torch
+
         from hasten.data.batch import source_batch
         from hasten.decoding.exact import exact
         from hasten.decoding.refine import final, refine
 
-        model, tokenizer = self.translator.model, self.translator.tokenizer
+        model, tokenizer, shortlist = self.translator.model, self.translator.tokenizer, self.translator.shortlist
         if self.beam > 1:
             return [(tokenizer.encode(text), None) for text in self.translate(lines)]
-        source, mask = source_batch([tokenizer.encode(line.strip()) for line in lines])
+        sources = [tokenizer.encode(line.strip()) for line in lines]
+        source, mask = source_batch(sources)
         if self.draft is None:
-            frames = refine(model, source, mask)
+            lists = None if shortlist is None else [torch.from_numpy(shortlist.ids(ids)) for ids in sources]
+            frames = refine(model, source, mask, lists=lists)
         else:
             drafts = [tokenizer.encode(text) for text in self.draft.translate(lines, batch_tokens=_UNLIMITED)]
             frames = exact(model, source, mask, drafts)  # type: ignore[arg-type]
@@ -120,7 +125,8 @@ class RuntimeDecoder:
     def __init__(self, contestant: Contestant, threads: int):
         from hasten.runtime import load
 
-        self.directory, self.translator = Path(contestant.directory), load(contestant.directory, threads=threads)
+        self.directory = Path(contestant.directory)
+        self.translator = load(self.directory, threads=threads, shortlist=contestant.shortlist or None)
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """As users do, but with the whole batch at once."""

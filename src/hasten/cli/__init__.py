@@ -7,7 +7,21 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
-from hasten.cli import align, bench, data, demo, distill, evaluate, export, importing, share, show, train, translate
+from hasten.cli import (
+    align,
+    bench,
+    data,
+    demo,
+    distill,
+    evaluate,
+    export,
+    importing,
+    share,
+    shortlist,
+    show,
+    train,
+    translate,
+)
 from hasten.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +37,7 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("distill", short_help="Let a teacher translate the text a student learns from.")(distill.distill)
 app.command("align", short_help="Count the target pieces that come from each source piece.")(align.align)
+app.command("shortlist", short_help="List the pieces that each sentence may be said in.")(shortlist.shortlist)
 app.command("evaluate", short_help="Score a model: BLEU, chrF, length, repetition.")(evaluate.evaluate)
 app.command("translate", short_help="Translate lines from stdin to stdout.")(translate.translate)
 app.add_typer(bench.app, name="bench")

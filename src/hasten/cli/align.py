@@ -82,16 +82,6 @@ def align(
     counted.print(out, time.monotonic() - began)
 
 
-def _sides(corpus: "Corpus", distilled: Path | None) -> tuple[list[str], list[str]]:
-    """The training lines, distilled targets in the place of their own."""
-    from hasten.training.prepare import read_targets
-
-    source, target = corpus.pairs("train")
-    if distilled is not None:
-        target = read_targets(distilled, f"--distilled {distilled}", corpus.directory, len(source))
-    return source, target
-
-
 def _encode(tokenizer: "Tokenizer", lines: Iterable[tuple[str, str]], longest: int) -> "Iterator[tuple[Pair, str]]":
     """The pairs as ids with why they are left out; "" where they are not. Pairs left out have no ids."""
     for source, target in lines:
@@ -110,11 +100,12 @@ def _by_eflomal(corpus: "Corpus", model: str, distilled: Path | None, longest: i
     from hasten.data.tokenizer import Tokenizer
     from hasten.pretrained import resolve
     from hasten.training.checkpoint import TOKENIZER
+    from hasten.training.prepare import sides
     from hasten.training.workers import usable_cpus
 
     eflomal.require()
     tokenizer = Tokenizer.load(resolve(model) / TOKENIZER)
-    encoded = list(_encode(tokenizer, zip(*_sides(corpus, distilled), strict=True), longest))
+    encoded = list(_encode(tokenizer, zip(*sides(corpus, distilled), strict=True), longest))
     typer.echo(f"eflomal aligns {sum(not reason for _, reason in encoded):,} pairs", err=True)
     # From the first links on it is a matter of seconds; the waiting is before them.
     links = eflomal.align([pair for pair, _ in encoded], threads or usable_cpus())
@@ -136,6 +127,7 @@ class _Teacher:
 
 def _by_attention(corpus: "Corpus", teacher: _Teacher, distilled: Path | None, longest: int) -> _Labels:
     import hasten
+    from hasten.training.prepare import sides
     from hasten.training.teacher_alignment import attention_fertilities, check_teacher
 
     if teacher.threads is not None:
@@ -145,7 +137,7 @@ def _by_attention(corpus: "Corpus", teacher: _Teacher, distilled: Path | None, l
     translator = hasten.load(teacher.name, device=teacher.device)
     model = check_teacher(translator.model, teacher.name, teacher.layer)
     longest = min(longest, model.longest or longest)
-    sources, targets = _sides(corpus, distilled)
+    sources, targets = sides(corpus, distilled)
 
     def chunks() -> _Labels:
         for start in range(0, len(sources), _CHUNK):

@@ -49,7 +49,7 @@ def decode(
     tokenisation included; throughput is in batches of 32.
 
     After a colon stand settings: beam=N, rescorer=MODEL (chooses among a beam), draft=MODEL (whose outputs are
-    checked), and those of the model's decoding.
+    checked), shortlist=FILE (what each sentence may be said in), and those of the model's decoding.
 
     Example: hasten bench decode --models en-de-ctc,en-de-teacher,en-de-teacher:beam=4 --data data/en-de --out bench
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, TypeAlias
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hasten.data.parts import Candidate
     from hasten.translator import Translator
 
+_Search: TypeAlias = "Callable[[Sequence[str]], list[list[Candidate]]]"
 _BATCH_TOKENS = 4096
 Model = Annotated[str, typer.Option(help="Bundled name, run directory or Hugging Face hub id.", show_default=False)]
 
@@ -46,6 +47,10 @@ def translate(
         typer.Option(
             metavar="KEY=VALUE", help="A setting of the model's decoding; may be repeated.", show_default=False
         ),
+    ] = None,
+    shortlist: Annotated[
+        Path | None,
+        typer.Option(help="A table by `hasten shortlist`: what each line may be said in.", show_default=False),
     ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Write score, tab, text.")] = False,
     batch_tokens: Annotated[
@@ -85,6 +90,9 @@ def translate(
     --draft changes nothing about the translations: --model, an autoregressive one, reads the output of another, which
     may be of any kind, and keeps of it what it would have said itself. --trace then has an object for every pass.
 
+    --shortlist says each line in the few hundred pieces that a table lists for it: the output layer is computed for
+    these alone. Probabilities and scores are then over the list, as if no other piece existed.
+
     A line of --trace is an object: line, part (of a long line), iteration, kind (of edit), pieces, scores, unsure (the
     numbers of the pieces that are less probable than --confidence), done. A file name that ends in .txt gets the same
     to read: a line for every edit, what is unsure in [brackets].
@@ -94,43 +102,26 @@ def translate(
 
     Example: hasten translate --model en-de-teacher --beam 4 < english.txt > german.txt
     """
-    width = beam or nbest or 1
-    if nbest is not None and nbest > width:
-        raise UserError(f"--nbest {nbest} is more than --beam {width}; widen the beam")
-    if trace is not None and width > 1:
-        raise UserError("--trace follows a single translation; leave out --beam and --nbest")
-    if rescorer is not None and width == 1:
-        raise UserError("--rescorer has one output to choose from; widen --beam")
-    if draft is not None and width > 1:
-        raise UserError("--draft is for one output without a beam; leave out --beam and --nbest")
-    if runtime == "onnx":
-        _only_torch(
-            {
-                "--draft": draft is not None,
-                "--beam": width > 1,
-                "--nbest": nbest is not None,
-                "--decoding": bool(decoding),
-                "--trace": trace is not None,
-                "--device": device != "cpu",
-            }
-        )
-    check_distinct(read={"--input": input}, written={"--output": output, "--trace": trace})
+    asked = _Asked(
+        model=model,
+        beam=beam,
+        nbest=nbest,
+        rescorer=rescorer,
+        draft=draft,
+        decoding=tuple(decoding or ()),
+        shortlist=shortlist,
+        batch_tokens=batch_tokens,
+        runtime=runtime,
+        device=device,
+        threads=threads,
+        trace=trace,
+        on_long=on_long,
+    )
+    asked.check()
+    check_distinct(read={"--input": input, "--shortlist": shortlist}, written={"--output": output, "--trace": trace})
     with ExitStack() as files:
         source = _stdin() if input is None else files.enter_context(_open(input, "rb"))
-        if runtime == "onnx":
-            translator, drafter, search = None, None, _onnx_search(model, threads, batch_tokens, on_long)
-        else:
-            translator = _load(model, device, threads, decoding or [])
-            judge, drafter = (None if one is None else _load(one, device, threads, []) for one in (rescorer, draft))
-            search = partial(
-                translator.candidates,
-                beam=width,
-                n_best=nbest or 1,
-                rescorer=judge,
-                draft=drafter,
-                batch_tokens=batch_tokens or _BATCH_TOKENS,
-                on_long=on_long,
-            )
+        search, translator, drafter = asked.search()
         search([])  # what the models cannot do is told while files are as they were
         target = _Sink("stdout", lambda: sys.stdout.buffer) if output is None else _Sink.at(output, files)
         log = None if trace is None else _Sink.at(trace, files)
@@ -141,6 +132,86 @@ def translate(
         for sink in (target, log):
             if sink is not None:
                 sink.write(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """How lines are to be translated, as it was typed."""
+
+    model: str
+    beam: int | None
+    nbest: int | None
+    rescorer: str | None
+    draft: str | None
+    decoding: tuple[str, ...]
+    shortlist: Path | None
+    batch_tokens: int | None
+    runtime: Literal["torch", "onnx"]
+    device: str
+    threads: int | None
+    trace: Path | None
+    on_long: Literal["split", "error"]
+
+    @property
+    def width(self) -> int:
+        """Outputs that are followed at once."""
+        return self.beam or self.nbest or 1
+
+    def check(self) -> None:
+        """`UserError` for options that do not go together."""
+        if self.nbest is not None and self.nbest > self.width:
+            raise UserError(f"--nbest {self.nbest} is more than --beam {self.width}; widen the beam")
+        if self.trace is not None and self.width > 1:
+            raise UserError("--trace follows a single translation; leave out --beam and --nbest")
+        if self.rescorer is not None and self.width == 1:
+            raise UserError("--rescorer has one output to choose from; widen --beam")
+        if self.draft is not None and self.width > 1:
+            raise UserError("--draft is for one output without a beam; leave out --beam and --nbest")
+        if self.draft is not None and self.shortlist is not None:
+            raise UserError("--draft keeps what --model says by itself, which --shortlist would change; leave one out")
+        only_torch = {
+            "--draft": self.draft is not None,
+            "--beam": self.width > 1,
+            "--nbest": self.nbest is not None,
+            "--decoding": bool(self.decoding),
+            "--trace": self.trace is not None,
+            "--device": self.device != "cpu",
+        }
+        found = [name for name, is_given in only_torch.items() if is_given]
+        if self.runtime == "onnx" and found:
+            raise UserError(f"--runtime onnx decodes greedily on a CPU: leave out {', '.join(found)}, or --runtime")
+
+    def search(self) -> "tuple[_Search, Translator | None, Translator | None]":
+        """What translates lines; in PyTorch also the model and the one that drafts."""
+        if self.runtime == "onnx":
+            return self._in_onnx(), None, None
+        translator = self._load(self.model, self.decoding, self.shortlist)
+        judge, drafter = (None if one is None else self._load(one) for one in (self.rescorer, self.draft))
+        search = partial(
+            translator.candidates,
+            beam=self.width,
+            n_best=self.nbest or 1,
+            rescorer=judge,
+            draft=drafter,
+            batch_tokens=self.batch_tokens or _BATCH_TOKENS,
+            on_long=self.on_long,
+        )
+        return search, translator, drafter
+
+    def _in_onnx(self) -> "_Search":
+        from hasten.runtime.translator import BATCH_TOKENS, load
+
+        translator = load(self.model, threads=self.threads or 0, shortlist=self.shortlist)
+        return partial(translator.candidates, batch_tokens=self.batch_tokens or BATCH_TOKENS, on_long=self.on_long)
+
+    def _load(self, model: str, decoding: Sequence[str] = (), shortlist: Path | None = None) -> "Translator":
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+        from hasten.translator import load
+
+        return load(model, self.device, decoding=decoding, shortlist=shortlist)
 
 
 @dataclass(frozen=True)
@@ -178,7 +249,7 @@ class _Sink:
 class _Job:
     """One run of the verb."""
 
-    search: "Callable[[Sequence[str]], list[list[Candidate]]]"
+    search: "_Search"
     translator: "Translator | None"
     draft: "Translator | None"
     nbest: int | None
@@ -220,31 +291,6 @@ class _Job:
         pieces = [f"[{piece}]" if i in unsure else piece for i, piece in enumerate(record["pieces"])]
         place = f"{record['line']}.{record['part']}" if record["part"] else str(record["line"])
         return f"{place}\t{record['iteration']} {record['kind']}\t{' '.join(pieces)}"
-
-
-def _only_torch(given: dict[str, bool]) -> None:
-    """Refuse options that --runtime onnx has no use for."""
-    if found := [name for name, is_given in given.items() if is_given]:
-        raise UserError(f"--runtime onnx decodes greedily on a CPU: leave out {', '.join(found)}, or --runtime")
-
-
-def _onnx_search(
-    model: str, threads: int | None, batch_tokens: int | None, on_long: Literal["split", "error"]
-) -> "Callable[[Sequence[str]], list[list[Candidate]]]":
-    from hasten.runtime.translator import BATCH_TOKENS, load
-
-    translator = load(model, threads=threads or 0)
-    return partial(translator.candidates, batch_tokens=batch_tokens or BATCH_TOKENS, on_long=on_long)
-
-
-def _load(model: str, device: str, threads: int | None, decoding: Sequence[str]) -> "Translator":
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    from hasten.translator import load
-
-    return load(model, device, decoding=decoding)
 
 
 def _stdin() -> BinaryIO:

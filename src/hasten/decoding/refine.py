@@ -1,6 +1,6 @@
 """The one decoding loop: start, named edits, stop; every edit yields a frame."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +10,25 @@ from torch import Tensor
 from hasten.data.tokenizer import PAD
 from hasten.decoding.frame import Frame
 from hasten.errors import NOT_FINITE, UserError
-from hasten.models.base import Canvas, Drafting, GenerationModel, Memory
+from hasten.models.base import Canvas, Drafting, GenerationModel, Memory, encoded
 
 
 def refine(
-    model: GenerationModel, source: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], candidates: int = 1
+    model: GenerationModel,
+    source: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    candidates: int = 1,
+    lists: Sequence[Int[Tensor, "_"]] | None = None,
 ) -> Iterator[Frame]:
     """Decode a padded batch; frames cover the rows still in work, finished rows leave the batch.
 
     source (B, S) ids with EOS; mask (B, S) True on real tokens. The last frame of a row has `done` set. Of a source
-    decoded in several ways, row r, frames have the rows r * candidates and those after it. Raises `UserError` where the
-    model's scores are not numbers, or where it cannot begin in several ways.
+    decoded in several ways, row r, frames have the rows r * candidates and those after it. `lists` has for every
+    row the ids that its output is limited to. Raises `UserError` where the model's scores are not
+    numbers, or where it cannot begin in several ways or takes no lists.
     """
     with torch.inference_mode():
-        memory, canvas = _begin(model, model.encode(source, mask), candidates)
+        memory, canvas = _begin(model, encoded(model, source, mask, lists), candidates)
         rows = torch.arange(len(canvas.done), device=source.device)
         iteration = 0
         while len(rows):

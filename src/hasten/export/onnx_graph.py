@@ -47,16 +47,24 @@ class Graph(ABC):
     def rows(self, table: Tensor, ids: str) -> str:
         """Rows of a table (V, D) by ids of any shape."""
 
+    @abstractmethod
+    def some_rows(self, weight: Tensor, ids: str) -> None:
+        """Outputs: the rows of a matrix (V, D) by a vector of ids, as `linear_by_rows` reads them."""
+
+    @abstractmethod
+    def linear_by_rows(self, x: str, width: int) -> str:
+        """x W^T, of x (N, D) and rows that are given as inputs: W (n, D) of width D."""
+
     def input(self, name: str, kind: str, shape: Sequence[str | int]) -> str:
         """Declare an input: its element type as onnx names it, its sizes or their names."""
         element = getattr(self._onnx.TensorProto, kind)
         self._inputs.append(self._onnx.helper.make_tensor_value_info(name, element, list(shape)))
         return name
 
-    def output(self, x: str, name: str, shape: Sequence[str | int]) -> None:
+    def output(self, x: str, name: str, shape: Sequence[str | int], kind: str = "FLOAT") -> None:
         """Declare that `x` leaves the graph, under `name`."""
         self._node("Identity", [x], [name], {})
-        element = self._onnx.TensorProto.FLOAT
+        element = getattr(self._onnx.TensorProto, kind)
         self._outputs.append(self._onnx.helper.make_tensor_value_info(name, element, list(shape)))
 
     def constant(self, value: np.ndarray) -> str:
@@ -129,6 +137,14 @@ class Float32Graph(Graph):
         """A look-up."""
         return self.op("Gather", self.constant(array(table)), ids)
 
+    def some_rows(self, weight: Tensor, ids: str) -> None:
+        """One matrix."""
+        self.output(self.rows(weight, ids), "rows", ["listed", weight.shape[1]])
+
+    def linear_by_rows(self, x: str, width: int) -> str:
+        """One matrix product."""
+        return self.op("Gemm", x, self.input("rows", "FLOAT", ["listed", width]), attributes={"transB": 1})
+
 
 @final
 class Int8Graph(Graph):
@@ -142,16 +158,31 @@ class Int8Graph(Graph):
     def linear(self, x: str, weight: Tensor, bias: Tensor | None = None) -> str:
         """A product of integers, times both scales."""
         integers, scales = quantised(array(weight))
+        y = self._product(x, self.constant(integers.T), self.constant(scales))
+        return y if bias is None else self.op("Add", y, self.constant(array(bias)))
+
+    def some_rows(self, weight: Tensor, ids: str) -> None:
+        """Integers, as columns, and scales."""
+        integers, scales = quantised(array(weight))
+        columns = self.transpose(self.op("Gather", self.constant(integers), ids), 1, 0)
+        self.output(columns, "columns", [weight.shape[1], "listed"], "UINT8")
+        self.output(self.op("Gather", self.constant(scales), ids), "scales", ["listed"])
+
+    def linear_by_rows(self, x: str, width: int) -> str:
+        """The same integers, and so the same scores, as `linear` has for all rows."""
+        columns = self.input("columns", "UINT8", [width, "listed"])
+        return self._product(x, columns, self.input("scales", "FLOAT", ["listed"]))
+
+    def _product(self, x: str, integers: str, scales: str) -> str:
         largest = self.op("ReduceMax", self.op("Abs", x), attributes={"axes": [-1], "keepdims": 1})
         # A row of zeros has a scale, too; any but 0 serves.
         scale = self.op("Mul", self.op("Max", largest, self.number(1e-20)), self.number(1 / 127))
         centred = self.op("Add", self.op("Div", x, scale), self.number(128.0))
         rounded = self.op("Cast", self.op("Round", centred), attributes={"to": self._onnx.TensorProto.UINT8})
         zero = self.constant(np.array(128, dtype=np.uint8))
-        total = self.op("MatMulInteger", rounded, self.constant(integers.T), zero, zero)
+        total = self.op("MatMulInteger", rounded, integers, zero, zero)
         real = self.op("Cast", total, attributes={"to": self._onnx.TensorProto.FLOAT})
-        y = self.op("Mul", self.op("Mul", real, self.constant(scales)), scale)
-        return y if bias is None else self.op("Add", y, self.constant(array(bias)))
+        return self.op("Mul", self.op("Mul", real, scales), scale)
 
     def rows(self, table: Tensor, ids: str) -> str:
         """A look-up of integers, and of a scale for each row."""

@@ -36,6 +36,15 @@ def ctc_graphs(graph: type[Graph], model: CTC, longest: int) -> dict[str, Any]:
     return {"encoder.onnx": g.model("encoder"), "output.onnx": last.model("output")}
 
 
+def listed_graphs(graph: type[Graph], model: Autoregressive | CTC) -> dict[str, Any]:
+    """rows.onnx: ids to their rows of the output layer. listed.onnx: states and such rows to logits, of these ids."""
+    rows, product, weight = graph(), graph(), model.embedding.weight
+    rows.some_rows(weight, rows.input("ids", "INT64", ["listed"]))
+    states = product.input("states", "FLOAT", ["rows", weight.shape[1]])
+    product.output(product.linear_by_rows(states, weight.shape[1]), "logits", ["rows", "listed"])
+    return {"rows.onnx": rows.model("rows"), "listed.onnx": product.model("listed")}
+
+
 def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: int) -> dict[str, Any]:
     """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. step.onnx: a token more.
 
@@ -125,7 +134,7 @@ def _fed_forward(g: Graph, x: str, layer: nn.Module) -> str:
 
 
 def _step_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]], longest: int) -> Any:
-    """One token more for every row: logits, and the keys and values of the tokens so far."""
+    """One token more for every row: its state, logits, and the keys and values of the tokens so far."""
     d_model = model.spec.d_model
     last, position = g.input("last", "INT64", ["batch"]), g.input("position", "INT64", [1])
     g.input(MASKED, "FLOAT", ["batch", 1, 1, "length"])
@@ -143,7 +152,9 @@ def _step_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]
         normed = g.norm(x, layer.get_submodule("cross_norm")) if source == number else x
         x = g.op("Add", x, layers.over_memory(number, source, attention, normed))
         x = _fed_forward(g, x, layer)
-    g.output(g.linear(g.norm(x, model.decoder.norm), model.embedding.weight), "logits", ["batch", "vocabulary"])
+    states = g.norm(x, model.decoder.norm)
+    g.output(states, "states", ["batch", d_model])
+    g.output(g.linear(states, model.embedding.weight), "logits", ["batch", "vocabulary"])
     return g.model("step")
 
 

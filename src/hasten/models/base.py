@@ -1,8 +1,8 @@
 """Generation is start, named edits, stop: the contract of every model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from hasten.decoding.frame import EditKind
 from hasten.errors import UserError
 from hasten.nn.loss import LossTerm
 from hasten.nn.stack import Observer
+from hasten.nn.words import Words
 
 ObserveAttention = Callable[[str, int, Operator, Tensor], None]
 """Told the name of a kind of attention ("encoder", "cross", ...), the layer from 0, its operator, and (B, T) True on
@@ -26,14 +27,16 @@ real query positions. Where learnt tokens stand before the sequence, the operato
 
 @dataclass(frozen=True)
 class Memory:
-    """An encoded batch: states (B, S, D), mask (B, S) True on real positions."""
+    """An encoded batch: states (B, S, D), mask (B, S) True on real positions; words that the output is limited to."""
 
     states: Float[Tensor, "B S D"]
     mask: Bool[Tensor, "B S"]
+    words: Words | None = field(default=None, kw_only=True)
 
     def select(self, rows: Tensor) -> "Memory":
         """Batch rows by index."""
-        return Memory(self.states.index_select(0, rows), self.mask.index_select(0, rows))
+        words = None if self.words is None else self.words.select(rows)
+        return Memory(self.states.index_select(0, rows), self.mask.index_select(0, rows), words=words)
 
     @property
     def lengths(self) -> Int[Tensor, "B"]:
@@ -106,12 +109,39 @@ class Drafting(Protocol):
 
 
 @runtime_checkable
+class Listing(Protocol):
+    """A model that can keep to a list of words, another one for every row."""
+
+    def keep_to(self, memory: Memory, lists: Sequence[Int[Tensor, "_"]]) -> Memory:
+        """The same, with each row's output limited to its list (ids, ascending; all special ids are among them)."""
+        ...
+
+
+@runtime_checkable
 class Scoring(Protocol):
     """A model that tells the probability of a given output in one pass."""
 
     def log_probs(self, batch: Batch) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
         """log p(target | source) of every row, and over how many decisions: the end symbol counts."""
         ...
+
+
+def encoded(
+    model: GenerationModel,
+    source: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    lists: Sequence[Int[Tensor, "_"]] | None,
+) -> Memory:
+    """`model.encode`, each row's output limited to its list; None: to nothing."""
+    memory = model.encode(source, mask)
+    return memory if lists is None else listing(model).keep_to(memory, [own.to(source.device) for own in lists])
+
+
+def listing(model: GenerationModel) -> Listing:
+    """The model, where it takes lists of words; else `UserError`."""
+    if not isinstance(model, Listing):
+        raise UserError(f"{type(model).__name__} models take no shortlist; autoregressive, marian, ctc and dag ones do")
+    return model
 
 
 def reported(observe: ObserveAttention, names: Mapping[str, str], real: Bool[Tensor, "B T"]) -> Observer:

@@ -1,7 +1,7 @@
 """CTC: every output token in one pass over the upsampled source."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,6 +22,7 @@ from hasten.models.tied import Tied
 from hasten.nn.glancing import share_at, shown
 from hasten.nn.loss import LossTerm
 from hasten.nn.stack import Encoder, Observer, unobserved
+from hasten.nn.words import EveryFrame, FrameWords, ListedFrames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,17 @@ class CTC(Tied):
 
     def frame_logits(self, frames: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
         """Scores of every vocabulary entry at every frame, after the refining layers."""
-        return self.logits(self.refiner(self.positions(frames), mask))
+        return self.logits(self._refined(frames, mask))
+
+    def _refined(self, frames: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        return self.refiner(self.positions(frames), mask)
+
+    def keep_to(self, memory: Memory, lists: Sequence[Int[Tensor, "_"]]) -> Memory:
+        """With each row's output limited to its list."""
+        return replace(memory, words=ListedFrames.of(self.embedding.weight, self.banned, lists))
+
+    def _words(self, memory: Memory) -> FrameWords:
+        return memory.words if isinstance(memory.words, FrameWords) else EveryFrame(self.logits, self.banned)
 
     def attentions(self, batch: Batch, observe: ObserveAttention) -> None:
         """Of the "encoder" and, over the frames, of the "refiner"; the target is not read."""
@@ -152,14 +163,18 @@ class CTC(Tied):
         return Canvas(tokens, scores, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device))
 
     def frame_log_probs(self, memory: Memory) -> Float[Tensor, "B T V"]:
-        """Log probabilities at every frame; symbols that are no text have -inf, the blank does not."""
-        return self.frame_logits(memory.states, memory.mask).float().log_softmax(-1) + self.banned
+        """Log probabilities at every frame, 0 at padding; symbols that are no text have -inf, the blank does not."""
+        states = self._refined(memory.states, memory.mask)[memory.mask]
+        log_probs = self._words(memory).log_probs(states, memory.lengths.tolist())
+        filled = log_probs.new_zeros(*memory.mask.shape, log_probs.shape[1])
+        return filled.masked_scatter(memory.mask[..., None], log_probs)
 
     def _fill(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
-        logits = self.frame_logits(memory.states, memory.mask).float()
-        best, tokens = (logits + self.banned).max(-1)
-        scores = (best - logits.logsumexp(-1)).masked_fill(~memory.mask, 0.0)
-        return Canvas(tokens.masked_fill(~memory.mask, PAD), scores, canvas.done)
+        states = self._refined(memory.states, memory.mask)[memory.mask]
+        best, tokens = self._words(memory).best(states, memory.lengths.tolist())
+        scores = best.new_zeros(memory.mask.shape).masked_scatter(memory.mask, best)
+        padding = torch.full_like(canvas.tokens, PAD)
+        return Canvas(padding.masked_scatter(memory.mask, tokens), scores, canvas.done)
 
     def _collapse(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
         collapsed = collapse_scored(canvas.tokens, canvas.scores, memory.lengths, blank=BLANK, pad=PAD)

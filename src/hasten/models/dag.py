@@ -1,7 +1,7 @@
 """DAG: the directed acyclic Transformer, which says a graph of words at once and reads one way through it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,7 @@ from hasten.nn.links import Links
 from hasten.nn.loss import LossTerm
 from hasten.nn.parallel import ParallelDecoder
 from hasten.nn.stack import Observer, unobserved
+from hasten.nn.words import EveryFrame, FrameWords, ListedFrames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class DAG(Tied):
         if self.training and self.glancing > 0:
             inputs = self._glance(memory, inputs, batch, generator)
         graph = self.graph(memory, inputs)
-        normaliser = self._normaliser(graph)
+        normaliser = self._normaliser(graph, memory)
         losses = dag_loss(self._emissions(graph, normaliser, batch.target), graph.links, graph.vertices, lengths)
         possible = losses.isfinite()
         terms = {"dag": LossTerm(losses[possible].sum(), (lengths + 1)[possible].sum(), 1 - self.spec.label_smoothing)}
@@ -160,9 +161,16 @@ class DAG(Tied):
             terms["smoothing"] = LossTerm(distance, words.sum(), self.spec.label_smoothing)
         return terms
 
-    def _normaliser(self, graph: Graph) -> Float[Tensor, "B L"]:
+    def keep_to(self, memory: Memory, lists: Sequence[Int[Tensor, "_"]]) -> Memory:
+        """With each row's output limited to its list."""
+        return replace(memory, words=ListedFrames.of(self.embedding.weight, self.banned, lists))
+
+    def _words(self, memory: Memory) -> FrameWords:
+        return memory.words if isinstance(memory.words, FrameWords) else EveryFrame(self.logits, self.banned)
+
+    def _normaliser(self, graph: Graph, memory: Memory) -> Float[Tensor, "B L"]:
         """log sum over y of exp score(y | u), in float32; 0 at padding."""
-        sums = self.logits(graph.states[graph.mask]).float().logsumexp(-1)
+        sums = self._words(memory).normaliser(graph.states[graph.mask], graph.vertices.tolist())
         return torch.zeros(graph.mask.shape, device=sums.device).masked_scatter(graph.mask, sums)
 
     def _emissions(
@@ -182,7 +190,7 @@ class DAG(Tied):
         """
         with torch.no_grad():
             graph = self.graph(memory, inputs)
-            emissions = self._emissions(graph, self._normaliser(graph), batch.target)
+            emissions = self._emissions(graph, self._normaliser(graph, memory), batch.target)
             path = best_path(emissions, graph.links, graph.vertices, batch.target_mask.sum(1))
             real = batch.target_mask & inner(graph.vertices, graph.mask.shape[1]).gather(1, path)
             states = graph.states.gather(1, path[..., None].expand(-1, -1, graph.states.shape[2]))
@@ -213,24 +221,18 @@ class DAG(Tied):
         to the end, so that they sum to the path's.
         """
         graph = self.graph(memory, self.inputs(memory))
-        visited, words, tokens = self._route(graph, memory, *self._said(graph))
+        visited, words, tokens = self._route(graph, memory, *self._said(graph, memory))
         scores = words + _edges(graph.links, visited, graph.vertices)
         real = inner(graph.vertices, graph.mask.shape[1])
         tokens, scores = tokens.masked_fill(~real, PAD), scores.masked_fill(~real, 0.0)
         return Canvas(tokens[:, 1:-1], scores[:, 1:-1], canvas.done, Visited(visited[:, 1:-1]))
 
-    def _said(self, graph: Graph) -> tuple[Float[Tensor, "B L"], Int[Tensor, "B L"]]:
+    def _said(self, graph: Graph, memory: Memory) -> tuple[Float[Tensor, "B L"], Int[Tensor, "B L"]]:
         """Each vertex's most probable word that is text: its log probability, and which; 0 and PAD at padding."""
         words = torch.zeros(graph.mask.shape, device=graph.mask.device)
         tokens = torch.full_like(graph.mask, PAD, dtype=torch.int64)
-        found = [self._best(states) for states in graph.states[graph.mask].split(_VERTICES_AT_ONCE)]
-        best, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+        best, ids = self._words(memory).best(graph.states[graph.mask], graph.vertices.tolist())
         return words.masked_scatter(graph.mask, best), tokens.masked_scatter(graph.mask, ids)
-
-    def _best(self, states: Float[Tensor, "N D"]) -> tuple[Float[Tensor, "N"], Int[Tensor, "N"]]:
-        logits = self.logits(states).float()
-        best, ids = (logits + self.banned).max(-1)
-        return best - logits.logsumexp(-1), ids
 
     def _collapse(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
         """The words on the path stay."""
@@ -251,7 +253,8 @@ class DAG(Tied):
             raise UserError(NOT_FINITE)
         results, power = [], self.spec.decoding.length_power
         for row, (n, limit) in enumerate(zip(graph.vertices.tolist(), self.limit(memory).tolist(), strict=True)):
-            words = self.logits(graph.states[row, :n]).float().log_softmax(-1) + self.banned
+            own = self._words(memory).select(torch.tensor([row]))
+            words = own.log_probs(graph.states[row, :n], [n])
             links = graph.links[row, :n, :n]
             found = prefix_beam_search(words, links, beam=beam, limit=limit, n_best=n_best, length_power=power)
             results.append([Hypothesis(list(y), total, length_normalised(total, len(y), power)) for y, total in found])
@@ -271,7 +274,6 @@ def _copy(look_up: Callable[[Tensor], Tensor], memory: Memory, upsample: int) ->
 
 
 INPUTS: dict[str, Inputs] = {"placeholder": _placeholder, "copy": _copy}
-_VERTICES_AT_ONCE = 4096  # whose scores of all words are held in memory while decoding
 
 Route = Callable[[Graph, Memory, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Of a graph and its vertices' best words, log probabilities and ids (B, L): which vertices are visited, and the words
@@ -303,7 +305,7 @@ def _most_probable(
     """The best path of the output that beam search finds, and its words there."""
     found = model._searched(graph, memory, model.spec.decoding.beam, 1)
     target, mask = (x.to(words.device) for x in pad([best[0].tokens if best else [] for best in found]))
-    emissions = model._emissions(graph, model._normaliser(graph), target)
+    emissions = model._emissions(graph, model._normaliser(graph, memory), target)
     path = best_path(emissions, graph.links, graph.vertices, mask.sum(1))
     said = emissions.gather(2, path[..., None])[..., 0]
     visited = torch.zeros_like(graph.mask).scatter(1, path, value=True) & inner(graph.vertices, graph.mask.shape[1])

@@ -1,5 +1,7 @@
 """What models that say one token after the other have in common, keys and values kept."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,12 +11,26 @@ from torch import Tensor
 
 from hasten.data.batch import Batch
 from hasten.data.tokenizer import BOS, EOS, PAD
+from hasten.decoding.canvas import select
 from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
 from hasten.models.tied import Tied
 from hasten.nn.layers import DecoderLayerState
 from hasten.nn.loss import LossTerm, cross_entropy
+from hasten.nn.words import EveryNext, ListedNext, NextWords
 
 DecoderState = tuple[DecoderLayerState, ...]
+
+
+@dataclass(frozen=True)
+class Saying:
+    """Decoding under way: what the layers keep of the source and of the tokens said, and what may be said next."""
+
+    layers: DecoderState
+    words: NextWords
+
+    def select(self, rows: Tensor) -> "Saying":
+        """Batch rows by index."""
+        return Saying(select(self.layers, rows), self.words.select(rows))
 
 
 class LeftToRight(Tied):
@@ -29,6 +45,10 @@ class LeftToRight(Tied):
     def __init__(self, spec: Any, vocab_size: int):
         super().__init__(spec, vocab_size, says=(EOS,))
         self.edits = (Edit("append", self._append),)
+
+    def projection(self) -> tuple[Float[Tensor, "V D"], Float[Tensor, "V"] | None]:
+        """The matrix that makes scores of states, and what is added to them."""
+        return self.embedding.weight, None
 
     def loss(self, batch: Batch, generator: torch.Generator) -> dict[str, LossTerm]:
         """Cross-entropy of every target token and of the end symbol."""
@@ -77,38 +97,48 @@ class LeftToRight(Tied):
             self.begin(memory),
         )
 
-    def begin(self, memory: Memory) -> DecoderState:
+    def keep_to(self, memory: Memory, lists: Sequence[Int[Tensor, "_"]]) -> Memory:
+        """With each row's output limited to its list."""
+        weight, bias = self.projection()
+        return replace(memory, words=ListedNext.of(weight, bias, self.banned, lists))
+
+    def begin(self, memory: Memory) -> Saying:
         """Decoding state before the first token."""
-        return self.decoder.begin(memory.states, memory.mask)
+        words = memory.words if isinstance(memory.words, NextWords) else EveryNext(self.logits, self.banned)
+        return Saying(self.decoder.begin(memory.states, memory.mask), words)
 
     def next_log_probs(
-        self, last: Int[Tensor, "B"], position: int, state: DecoderState
-    ) -> tuple[Float[Tensor, "B V"], DecoderState]:
+        self, last: Int[Tensor, "B"], position: int, state: Saying
+    ) -> tuple[Float[Tensor, "B V"], Saying]:
         """Log probabilities of the token after `last`, which stands at `position` (BOS at 0), and the new state.
 
         Symbols that are no text have -inf; the end symbol does not.
         """
+        states, after = self._step(last, position, state)
+        return after.words.log_probs(states), after
+
+    def _step(self, last: Int[Tensor, "B"], position: int, state: Saying) -> tuple[Float[Tensor, "B D"], Saying]:
         x = self.positions(self.look_up(last[:, None]), position)
-        x, state = self.decoder.step(x, state)
-        return self.logits(x[:, 0]).float().log_softmax(-1) + self.banned, state
+        x, layers = self.decoder.step(x, state.layers)
+        return x[:, 0], Saying(layers, state.words)
 
     def chunk_log_probs(
-        self, tokens: Int[Tensor, "B n"], places: Int[Tensor, "B"], state: DecoderState
-    ) -> tuple[Float[Tensor, "B n V"], DecoderState]:
+        self, tokens: Int[Tensor, "B n"], places: Int[Tensor, "B"], state: Saying
+    ) -> tuple[Float[Tensor, "B n V"], Saying]:
         """Log probabilities after each of n new tokens, the first of each row standing at `places`, and the new state.
 
-        Equal to `next_log_probs` token by token, but for rounding.
+        Equal to `next_log_probs` token by token, but for rounding; a list of words is not heeded.
         """
-        x, state = self.decoder.step(self.positions.each(self.look_up(tokens), places), state)
-        return self.logits(x).float().log_softmax(-1) + self.banned, state
+        x, layers = self.decoder.step(self.positions.each(self.look_up(tokens), places), state.layers)
+        return self.logits(x).float().log_softmax(-1) + self.banned, Saying(layers, state.words)
 
     def check_rewinds(self) -> None:
         """`UserError` where decoding cannot take back tokens."""
         self.decoder.check_rewinds()
 
-    def rewind(self, state: DecoderState, dropped: Int[Tensor, "B"]) -> DecoderState:
+    def rewind(self, state: Saying, dropped: Int[Tensor, "B"]) -> Saying:
         """The state without the last tokens, so many of each row."""
-        return self.decoder.rewind(state, dropped)
+        return Saying(self.decoder.rewind(state.layers, dropped), state.words)
 
     def limit(self, memory: Memory) -> Int[Tensor, "B"]:
         """Longest output of each row in tokens, the end symbol included; it depends on the row's source alone."""
@@ -116,8 +146,8 @@ class LeftToRight(Tied):
 
     def _append(self, canvas: Canvas, memory: Memory, iteration: int) -> Canvas:
         last = canvas.tokens[:, -1] if iteration else torch.full_like(canvas.done, BOS, dtype=torch.int64)
-        log_probs, cache = self.next_log_probs(last, iteration, canvas.cache)
-        score, token = log_probs.max(-1)
+        states, cache = self._step(last, iteration, canvas.cache)
+        score, token = cache.words.best(states)
         return Canvas(
             torch.cat((canvas.tokens, token[:, None]), 1),
             torch.cat((canvas.scores, score[:, None]), 1),

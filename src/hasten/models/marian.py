@@ -70,6 +70,10 @@ class Marian(LeftToRight):
         self.encoder = MarianEncoder(spec)
         self.decoder = MarianDecoder(spec)
 
+    def projection(self) -> tuple[Float[Tensor, "V D"], Float[Tensor, "V"] | None]:
+        """The embeddings, and a bias for every word."""
+        return self.embedding.weight, self.output_bias
+
     def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """Scores of every vocabulary entry, from decoder states."""
         return F.linear(states, self.embedding.weight, self.output_bias)

@@ -18,6 +18,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: as ONNX Runtime thinks best")
     parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="padded source pieces at once")
     parser.add_argument("--on-long", choices=("split", "error"), default="split", help="what becomes of long lines")
+    parser.add_argument("--shortlist", help="a table by hasten shortlist: the pieces that each sentence may be said in")
     parser.add_argument("--scores", action="store_true", help="write score, tab, text")
     return parser.parse_args(given)
 
@@ -27,7 +28,7 @@ def run(given: Sequence[str] | None = None) -> None:
     wanted = arguments(given)
     if sys.stdin is None:
         raise UserError("stdin is closed; give lines to translate")
-    translator = load(wanted.directory, threads=wanted.threads)
+    translator = load(wanted.directory, threads=wanted.threads, shortlist=wanted.shortlist)
 
     def said(lines: Sequence[str]) -> str:
         found = translator.candidates(lines, batch_tokens=wanted.batch_tokens, on_long=wanted.on_long)

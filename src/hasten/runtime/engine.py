@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from hasten.data.shortlist import Shortlist
 from hasten.data.tokenizer import BLANK, BOS, EOS, PAD, SPECIAL_IDS
-from hasten.errors import NOT_FINITE, MissingExtra, UserError
+from hasten.errors import MissingExtra, UserError
+from hasten.runtime import words
 from hasten.runtime.settings import Settings
-
-_FRAMES_AT_ONCE = 256
 
 
 class Decoded(NamedTuple):
@@ -41,22 +41,23 @@ class Session:
         """Arrays from arrays."""
         return self._called(self.graph.run, outputs, inputs)
 
-    def run_values(self, outputs: Sequence[str], inputs: dict[str, Any]) -> list[Any]:
+    def run_values(self, outputs: Sequence[str], inputs: dict[str, Any], options: Any = None) -> list[Any]:
         """Values of ONNX Runtime from such."""
-        return self._called(self.graph.run_with_ort_values, outputs, inputs)
+        return self._called(self.graph.run_with_ort_values, outputs, inputs, options)
 
-    def _called(self, function: Any, outputs: Sequence[str], inputs: dict[str, Any]) -> list[Any]:
+    def _called(self, function: Any, outputs: Sequence[str], inputs: dict[str, Any], *options: Any) -> list[Any]:
         try:
-            return function(outputs, inputs)
+            return function(outputs, inputs, *options)
         except Exception as error:  # of many kinds, too
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"{self._path} cannot be computed ({reason}): export the model again") from error
 
 
 class Engine(ABC):
-    """An exported directory, ready to decode. `threads` 0 leaves the number to ONNX Runtime."""
+    """An exported directory, ready to decode. `threads` 0 leaves the number to ONNX Runtime. With a `shortlist` each
+    source is said in the pieces that it lists, and log probabilities are over these."""
 
-    def __init__(self, directory: Path, settings: Settings, threads: int):
+    def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None):
         self.directory, self.settings, self._threads = directory, settings, threads
 
     @abstractmethod
@@ -66,6 +67,8 @@ class Engine(ABC):
     def _session(self, name: str, inputs: set[str], outputs: set[str]) -> "Session":
         """The graph of a file, which must take and give these; what the past adds to them is not named."""
         package, path = onnxruntime(), self.directory / name
+        if name in LISTED and not path.exists():
+            raise UserError(f"{self.directory} was exported without {name}, which a shortlist needs; export it again")
         options = package.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
         options.log_severity_level = 4  # what goes wrong is told by the error
@@ -80,22 +83,25 @@ class Engine(ABC):
         return Session(path, session)
 
 
-def load(directory: Path, settings: Settings, threads: int = 0) -> Engine:
+def load(directory: Path, settings: Settings, threads: int = 0, shortlist: Shortlist | None = None) -> Engine:
     """The engine for a directory."""
     if settings.kind not in _ENGINES:
         raise UserError(f"{directory} holds a model of kind {settings.kind!r}; allowed {', '.join(_ENGINES)}")
-    return _ENGINES[settings.kind](directory, settings, threads)
+    return _ENGINES[settings.kind](directory, settings, threads, shortlist)
 
 
 @final
 class OnePass(Engine):
     """CTC: the states of all frames, the output layer over real frames, then collapse."""
 
-    def __init__(self, directory: Path, settings: Settings, threads: int):
-        super().__init__(directory, settings, threads)
+    def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None = None):
+        super().__init__(directory, settings, threads, shortlist)
         self._encoder = self._session("encoder.onnx", {"source", "masked", "frames_masked"}, {"states"})
-        self._output = self._session("output.onnx", {"states"}, {"logits"})
-        self._banned = [i for i in SPECIAL_IDS if i != BLANK]
+        banned = [i for i in SPECIAL_IDS if i != BLANK]
+        if shortlist is None:
+            self._words: words.Frames = words.EveryFrame(self._session, banned)
+        else:
+            self._words = words.ListedFrames(self._session, banned, shortlist)
 
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
         """One pass, and the most probable token of every frame."""
@@ -107,43 +113,44 @@ class OnePass(Engine):
         frames = real.repeat(self.settings.upsample, 1)
         inputs = {"source": source, "masked": masked(real), "frames_masked": masked(frames)}
         [states] = self._encoder.run(["states"], inputs)
-        states = states[frames.ravel()]
-        parts = [self._read(states[i : i + _FRAMES_AT_ONCE]) for i in range(0, len(states), _FRAMES_AT_ONCE)]
-        tokens, scores = (np.concatenate(part) for part in zip(*parts, strict=True))
+        tokens, scores = self._words.best(states[frames.ravel()], frames.sum(1), sources)
         ends = np.cumsum(frames.sum(1))[:-1]
         return list(zip(np.split(tokens, ends), np.split(scores, ends), strict=True))
-
-    def _read(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        [logits] = self._output.run(["logits"], {"states": states})
-        return best(logits, self._banned)
 
 
 @final
 class StepByStep(Engine):
     """An autoregressive model: the source once, then a token a step; rows that are finished leave the batch."""
 
-    def __init__(self, directory: Path, settings: Settings, threads: int):
-        super().__init__(directory, settings, threads)
+    def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None = None):
+        super().__init__(directory, settings, threads, shortlist)
         self._encoder = self._session("encoder.onnx", {"source", "masked"}, set())
         self._memory = [output.name for output in self._encoder.graph.get_outputs()]
-        self._step = self._session("step.onnx", {"last", "position", "masked", *self._memory}, {"logits"})
+        self._step = self._session("step.onnx", {"last", "position", "masked", *self._memory}, {"logits", "states"})
         past = [entry for entry in self._step.graph.get_inputs() if entry.name.startswith("past_")]
         self._past = {entry.name: (entry.shape[1], entry.shape[3]) for entry in past}
-        self._outputs = ["logits", *(name.replace("past_", "next_") for name in self._past)]
-        self._banned = [i for i in SPECIAL_IDS if i != EOS]
+        self._after = [name.replace("past_", "next_") for name in self._past]
+        banned = [i for i in SPECIAL_IDS if i != EOS]
+        if shortlist is None:
+            self._words: words.Begin = words.BeginEvery(banned)
+        else:
+            self._words = words.BeginListed(self._session, banned, shortlist)
         self._tensor = onnxruntime().OrtValue.ortvalue_from_numpy
+        self._options = onnxruntime().RunOptions()
+        self._options.only_execute_path_to_fetches = True  # with a shortlist not the whole output layer
 
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
         """The most probable token, step by step, until the end symbol or the limit of the row."""
         source, real = source_batch(sources)
         limits = 2 * real.sum(1) + 20
-        state = self._begin(source, real)
+        state, said = self._begin(source, real), self._words.of(sources)
         rows, last = np.arange(len(source)), np.full(len(source), BOS, dtype=np.int64)
         tokens: list[list[int]] = [[] for _ in sources]
         scores: list[list[float]] = [[] for _ in sources]
         step = 0
         while len(rows):
-            last, score, state = self._advance(last, step, state)
+            values, state = self._advance(last, step, state, said.fetched)
+            last, score = said.best(values, rows)
             step += 1
             for row, token, value in zip(rows.tolist(), last.tolist(), score.tolist(), strict=True):
                 tokens[row].append(token)
@@ -153,8 +160,7 @@ class StepByStep(Engine):
                 rows, last = rows[going], last[going]
                 state = {name: self._tensor(value.numpy()[going]) for name, value in state.items()} if len(rows) else {}
         return [
-            Decoded(said[:-1] if said[-1] == EOS else said, own, len(said))
-            for said, own in zip(tokens, scores, strict=True)
+            Decoded(ids[:-1] if ids[-1] == EOS else ids, own, len(ids)) for ids, own in zip(tokens, scores, strict=True)
         ]
 
     def _begin(self, source: np.ndarray, real: np.ndarray) -> dict[str, Any]:
@@ -168,16 +174,17 @@ class StepByStep(Engine):
         return {"masked": inputs["masked"], **dict(memory), **empty}
 
     def _advance(
-        self, last: np.ndarray, position: int, state: dict[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """The next token of every row, its log probability, and the state after `last`."""
+        self, last: np.ndarray, position: int, state: dict[str, Any], fetched: str
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """An output of the step ("logits" or "states") for every row, and the state after `last`."""
         place = np.array([position], dtype=np.int64)
         inputs = {"last": self._tensor(last), "position": self._tensor(place), **state}
-        logits, *past = self._step.run_values(self._outputs, inputs)
-        token, score = best(logits.numpy(), self._banned)
-        return token, score, {**state, **dict(zip(self._past, past, strict=True))}
+        values, *past = self._step.run_values([fetched, *self._after], inputs, self._options)
+        return values.numpy(), {**state, **dict(zip(self._past, past, strict=True))}
 
 
+LISTED = ("rows.onnx", "listed.onnx")
+"""What a shortlist needs: rows of the output layer, and the products with them."""
 _ENGINES: dict[str, type[OnePass] | type[StepByStep]] = {"ctc": OnePass, "autoregressive": StepByStep}
 
 
@@ -193,22 +200,6 @@ def source_batch(sources: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarr
 def masked(real: np.ndarray) -> np.ndarray:
     """What is added to scores, (B, 1, 1, S): 0 where `real` (B, S), else -inf."""
     return np.where(real, np.float32(0), np.float32(-np.inf))[:, None, None, :]
-
-
-def best(logits: np.ndarray, banned: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable id of each row of logits (N, V) that is not banned, and its log probability among all.
-
-    Of equal ones the lowest id. Raises `UserError` for scores that are not numbers.
-    """
-    highest = logits.max(1, keepdims=True)
-    normaliser = highest[:, 0] + np.log(np.exp(logits - highest).sum(1))
-    allowed = logits.copy()
-    allowed[:, banned] = -np.inf
-    ids = allowed.argmax(1)
-    scores = allowed[np.arange(len(ids)), ids] - normaliser
-    if np.isnan(scores).any():
-        raise UserError(NOT_FINITE)
-    return ids, scores
 
 
 def collapse(tokens: np.ndarray, scores: np.ndarray) -> tuple[list[int], list[float]]:

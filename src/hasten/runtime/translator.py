@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hasten.data.grouping import group_by_tokens
 from hasten.data.parts import Candidate, OnLong, checked, cut, of_lines, text_of
+from hasten.data.shortlist import Shortlist
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.runtime import engine
@@ -15,11 +16,12 @@ BATCH_TOKENS = 1024
 MOST_THREADS = 1024
 
 
-def load(directory: str | Path, *, threads: int = 0) -> "RuntimeTranslator":
+def load(directory: str | Path, *, threads: int = 0, shortlist: str | Path | None = None) -> "RuntimeTranslator":
     """A translator from a directory that `hasten export --to onnx` wrote.
 
-    threads: CPU threads of a matrix product, 0: as many as ONNX Runtime thinks best. Raises `UserError` where anything
-    is missing or damaged, `MissingExtra` without onnxruntime.
+    threads: CPU threads of a matrix product, 0: as many as ONNX Runtime thinks best. shortlist: a table by `hasten
+    shortlist`; each sentence is said in the pieces that it lists for it, and scores are over that list. Raises
+    `UserError` where anything is missing or damaged, `MissingExtra` without onnxruntime.
     """
     directory = Path(directory)
     if not 0 <= threads <= MOST_THREADS:
@@ -28,7 +30,8 @@ def load(directory: str | Path, *, threads: int = 0) -> "RuntimeTranslator":
     tokenizer = Tokenizer.load(directory / "tokenizer.model")
     if tokenizer.fingerprint != settings.tokenizer:
         raise UserError(f"{directory / 'tokenizer.model'} is not the tokenizer of this model; export the model again")
-    return RuntimeTranslator(engine.load(directory, settings, threads), tokenizer)
+    table = None if shortlist is None else Shortlist.load(shortlist).check(tokenizer, str(shortlist))
+    return RuntimeTranslator(engine.load(directory, settings, threads, table), tokenizer)
 
 
 @dataclass(frozen=True)

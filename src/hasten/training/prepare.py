@@ -125,6 +125,14 @@ def read_distilled(spec: DataSpec, n_lines: int) -> list[str]:
     return read_targets(spec.distilled, f"data.distilled {spec.distilled}", spec.path, n_lines)
 
 
+def sides(corpus: Corpus, distilled: Path | None) -> tuple[list[str], list[str]]:
+    """The training lines of both sides, those of `--distilled` in the place of the targets."""
+    source, target = corpus.pairs("train")
+    if distilled is not None:
+        target = read_targets(distilled, f"--distilled {distilled}", corpus.directory, len(source))
+    return source, target
+
+
 def read_targets(path: str | Path, name: str, data: str | Path, n_lines: int) -> list[str]:
     """The lines of a distilled file, as many as the training sources of `data`; errors call it `name`."""
     try:
