@@ -84,7 +84,7 @@ def test_training_learns_from_what_the_model_said_before_it_shared(place, monkey
     rows = [json.loads(row) for row in (out / "model" / "metrics.jsonl").read_text().splitlines()]
     assert any("teacher" in row for row in rows)
     model = hasten.load(out / "model").model
-    assert (model.spec.distillation.teacher, model.spec.distillation.share) == ("teacher", 0.75)
+    assert (model.spec.distillation.teacher, model.spec.distillation.share) == (str(place / "teacher"), 0.75)
 
 
 def test_a_sweep_times_each_policy_and_names_the_front(place, monkeypatch, capsys, tmp_path):
