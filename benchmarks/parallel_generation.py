@@ -111,7 +111,7 @@ def compared(
     pairs = [(key, (key[0], "raw", key[2])) for key in keys]
     for kind, targets in dict.fromkeys(key[:2] for key in said):
         pairs += [((kind, targets, better), (kind, targets, worse)) for better, worse in ORDERINGS[kind]]
-    for better, worse in pairs:
+    for better, worse in (pair for pair in pairs if said.keys() >= set(pair)):
         for found in paired_bootstrap(said[better], said[worse], target):
             yield {
                 "compared": ", ".join(better),
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--override", nargs="*", default=[], help="settings of every run, as of `hasten train`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sentences", type=int, default=1000)
+    parser.add_argument("--ways", nargs="+", help="only these decodings")
     parser.add_argument("--train-only", action="store_true", help="score nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -158,7 +159,7 @@ def main() -> None:
     said, rows = {}, []
     for (kind, targets), directory in runs.items():
         seconds = read_metrics(directory)[-1].get("seconds")
-        for way in WAYS[kind]:
+        for way in (name for name in WAYS[kind] if not options.ways or name in options.ways):
             said[kind, targets, way] = lines = translations(options, directory, kind, way, source)
             scores = quality(lines, target)
             row = {"kind": kind, "targets": targets, "way": way, "seed": options.seed, "bleu": round(scores.bleu, 2)}

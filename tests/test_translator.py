@@ -234,6 +234,16 @@ def test_a_model_loads_by_directory_path_or_text(tiny_run):
     assert hasten.load(directory).directory == directory
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("hasten.json", "for ONNX Runtime: translate with it by --runtime onnx"), ("model.bin", "for CTranslate2")],
+)
+def test_an_export_is_told_from_a_run(tmp_path: Path, file: str, said: str):
+    (tmp_path / file).touch()
+    with pytest.raises(UserError, match=f"is no run directory but an export {said}"):
+        hasten.load(tmp_path)
+
+
 def test_a_model_loads_from_the_hub(tiny_run, monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub
 

@@ -119,7 +119,7 @@ def test_pictures_of_any_depth_are_drawn(tmp_path: Path, n_layers: int):
 
 
 def test_policy_prints_the_blocks_their_similarity_and_settings(measured, monkeypatch, capsys):
-    assert hasten(monkeypatch, "policy", measured, "--theta", 0.74) == 0
+    assert hasten(monkeypatch, "policy", measured, "--theta-encoder", 0.74, "--theta-cross", 0.74) == 0
     assert (
         capsys.readouterr().out
         == """\
@@ -136,21 +136,24 @@ settings: 'model.encoder_sharing=[1,2,3]' 'model.cross_sharing=[1,1,1]'
 
 def test_kinds_may_have_thresholds_of_their_own_and_maps_point_over_layers(measured, monkeypatch, capsys):
     options = ("--theta-encoder", 0.85, "--theta-cross", 0.79, "--form", "map")
-    assert hasten(monkeypatch, "policy", measured, "--theta", 0.1, *options) == 0
+    assert hasten(monkeypatch, "policy", measured, *options) == 0
     out = capsys.readouterr().out
     assert "encoder self-attention, theta 0.85: [1,2,1]\n  layers 1, 3: similarity 0.900\n  layer 2: alone\n" in out
     assert "encoder-decoder attention, theta 0.79: [1,1,3], blocks {2,1}\n" in out
-    assert hasten(monkeypatch, "policy", measured, "--theta", 0.1, "--largest", 2) == 0
+    assert hasten(monkeypatch, "policy", measured, "--theta-cross", 0.1, "--largest", 2) == 0
     assert "'model.cross_sharing=[1,1,3]'" in capsys.readouterr().out
 
 
-def test_a_threshold_of_zero_for_a_kind_is_one(measured, monkeypatch, capsys):
-    assert hasten(monkeypatch, "policy", measured, "--theta", 1, "--theta-cross", 0) == 0
-    assert "encoder-decoder attention, theta 0: [1,1,1]" in capsys.readouterr().out
+def test_a_threshold_of_zero_is_one_and_what_has_none_stays_as_it_is(measured, monkeypatch, capsys):
+    assert hasten(monkeypatch, "policy", measured, "--theta-cross", 0) == 0
+    out = capsys.readouterr().out
+    assert "encoder-decoder attention, theta 0: [1,1,1]" in out
+    assert "encoder self" not in out
+    assert "encoder_sharing" not in out
 
 
 def test_settings_are_those_of_a_configuration(measured, monkeypatch, capsys, tmp_path: Path):
-    assert hasten(monkeypatch, "policy", measured, "--theta", 0.74) == 0
+    assert hasten(monkeypatch, "policy", measured, "--theta-encoder", 0.74, "--theta-cross", 0.74) == 0
     settings = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("settings: "))
     config = tmp_path / "config.toml"
     config.write_text('[data]\npath = "x"\n[model]\nkind = "autoregressive"\nencoder_layers = 3\ndecoder_layers = 3\n')
@@ -185,9 +188,10 @@ def test_a_mistake_in_analyse_is_one_line(corpus, monkeypatch, capsys, arguments
     ("arguments", "said"),
     [
         (["nowhere", "--theta", "0.5"], "hasten share analyse --out nowhere writes it"),
-        (["similarity"], "--theta"),
-        (["similarity", "--theta", "nan"], "--theta: nan is no number"),
-        (["similarity", "--theta", "0.5", "--theta-cross", "nan"], "--theta-cross: nan is no number"),
+        (["similarity"], "no threshold: give --theta, --theta-cross or --theta-encoder"),
+        (["similarity", "--theta", "0.5"], "--theta: similarity has encoder, cross; leave the option out"),
+        (["similarity", "--theta", "nan"], "--theta: the theta is nan; give a number"),
+        (["similarity", "--theta", "0.5", "--theta-cross", "nan"], "--theta-cross: the theta is nan; give a number"),
         (["similarity", "--theta", "high"], "should be a valid number"),
         (["similarity", "--theta", "0.5", "--largest", "0"], "Input should be greater than or equal to 1"),
         (["similarity", "--theta", "0.5", "--form", "tree"], "'tree' is not one of"),

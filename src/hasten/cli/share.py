@@ -1,9 +1,8 @@
 """`hasten share`: which layers may use the attention of others."""
 
-import math
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -75,44 +74,38 @@ def analyse(
 @app.command(short_help="Choose which layers share, by a threshold.")
 def policy(
     directory: Annotated[Path, typer.Argument(help="What `hasten share analyse` wrote.", show_default=False)],
-    theta: Annotated[float, typer.Option(help="Layers more alike than this share.", show_default=False)],
-    theta_cross: Annotated[
-        float | None, typer.Option(help="Another for attention over the source.", show_default=False)
-    ] = None,
-    theta_encoder: Annotated[float | None, typer.Option(help="Another for the encoder.", show_default=False)] = None,
-    largest: Annotated[
-        int | None, typer.Option(min=1, help="The most layers that share one attention.", show_default=False)
-    ] = None,
-    form: Annotated[
-        Literal["blocks", "map"], typer.Option(help="Adjacent layers, or each the most similar earlier one.")
-    ] = "blocks",
+    theta: share_train.Theta = None,
+    theta_cross: share_train.ThetaCross = None,
+    theta_encoder: share_train.ThetaEncoder = None,
+    largest: share_train.Largest = None,
+    form: share_train.Form = "blocks",
 ) -> None:
     """Choose which layers use the attention of which, from a measurement, by a threshold.
 
     For blocks, the first layer is joined by as many next ones as keep the mean similarity within above the threshold,
     and so on from the layer after them. For a map, each layer uses the most similar earlier layer that computes its
-    own. Printed are the layer that each layer uses, and settings for a configuration; one trains with them, since
-    a trained model does not put up with them as it is.
+    own. Kinds of attention without a threshold stay as they are. Printed are the layer that each layer uses, and
+    settings for a configuration; one trains with them, since a trained model does not put up with them as it is.
 
     Example: hasten share policy similarity --theta 0.7 --theta-cross 0.8
     """
     from hasten.sharing.policy import blocks, source_map
     from hasten.sharing.record import read
 
+    given = share_train.given(theta, theta_cross, theta_encoder)
     record = read(directory)
-    own = {"cross": theta_cross, "encoder": theta_encoder}
-    for name, value in own.items():
-        if value is not None and name not in record.kinds:
-            raise UserError(f"--theta-{name}: {directory} has {', '.join(record.kinds)}; leave the option out")
-    for option, value in (("", theta), *((f"-{name}", value) for name, value in own.items())):
-        if value is not None and math.isnan(value):
-            raise UserError(f"--theta{option}: nan is no number; give for example 0.8")
+    own = "decoder" if "decoder" in record.kinds else "refiner"
+    thetas = {own if name == "own" else name: value for name, value in given.items()}
+    for name in reversed(thetas):
+        if name not in record.kinds:
+            option = "--theta" if name == own else f"--theta-{name}"
+            raise UserError(f"{option}: {directory} has {', '.join(record.kinds)}; leave the option out")
     search = {"blocks": blocks, "map": source_map}[form]
     overrides = []
-    for name, similarity in record.kinds.items():
-        threshold = theta if (given := own.get(name)) is None else given
-        plan = search(similarity.mu, threshold, largest)
-        _print_plan(name, plan, similarity, threshold)
+    for name in (name for name in record.kinds if name in thetas):
+        similarity = record.kinds[name]
+        plan = search(similarity.mu, thetas[name], largest)
+        _print_plan(name, plan, similarity, thetas[name])
         overrides.append(f"model.{name}_sharing={_list(plan)}")
     typer.echo("settings: " + " ".join(map(shlex.quote, overrides)))
 

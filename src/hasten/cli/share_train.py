@@ -68,7 +68,8 @@ def retrofit(
 ) -> None:
     """Let the layers of a trained model share attention, and keep all its other weights.
 
-    Without more training it translates worse: go on with `hasten train OUT/config.toml training.init_from=OUT`, best on
+    Without more training it translates worse: go on with `hasten train OUT/config.toml
+    tokenizer.from_model=OUT training.init_from=OUT`, best on
     the model's own translations (`hasten distill`). Kinds of attention without a threshold share nothing.
 
     Example: hasten share retrofit --model en-de-teacher --data data/en-de --theta 0.5 --theta-cross 0.5 --out shared
@@ -77,7 +78,7 @@ def retrofit(
     from hasten.sharing.learn import match_heads as matched
     from hasten.sharing.learn import shared_model, with_maps, write_model
 
-    thetas = _given(theta, theta_cross, theta_encoder)
+    thetas = given(theta, theta_cross, theta_encoder)
     _claim(out)
     translator, spec = _load(model, threads)
     policy = _policy(translator, thetas, largest, form, shared_of_cross)
@@ -124,7 +125,7 @@ def train(
     from hasten.sharing.learn import learn
     from hasten.training import memory
 
-    thetas = _given(theta, theta_cross, theta_encoder)
+    thetas = given(theta, theta_cross, theta_encoder)
     with _resumable(out, resume):
         translator, spec = _load(model, threads)
         policy = _policy(translator, thetas, largest, form, shared_of_cross)
@@ -200,7 +201,7 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _given(theta: float | None, cross: float | None, encoder: float | None) -> dict[str, float]:
+def given(theta: float | None, cross: float | None, encoder: float | None) -> dict[str, float]:
     """The thresholds that were given, by kind; "own" is the decoder or the refiner."""
     named = {"own": theta, "cross": cross, "encoder": encoder}
     given = {name: value for name, value in named.items() if value is not None}

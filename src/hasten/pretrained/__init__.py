@@ -7,6 +7,11 @@ from hasten.errors import UserError
 
 _HERE = Path(__file__).parent
 _ALLOWED = "give a run directory, a hub id (owner/name) or one of"
+_EXPORTS = (
+    ("hasten.json", "ONNX Runtime", "translate with it by --runtime onnx"),
+    ("model.bin", "CTranslate2", "distill takes it as ctranslate2:DIR"),
+)
+"""Of each engine: a file that its directories have, its name, and what to do with them."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -20,6 +25,7 @@ def resolve(name: str | Path) -> Path:
     try:
         directory = Path(name)
         if str(name) and directory.is_dir():
+            _check_no_export(directory)
             return directory
     except (OSError, TypeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or f"it is of type {type(name).__name__}"
@@ -29,6 +35,13 @@ def resolve(name: str | Path) -> Path:
     if _HUB_ID.fullmatch(str(name)) and not directory.is_absolute() and str(name)[0] != ".":
         return _download(str(name))
     raise UserError(f"no model {str(name)!r}: {_ALLOWED} {names()}")
+
+
+def _check_no_export(directory: Path) -> None:
+    """`UserError` for what `hasten export` wrote, and CTranslate2's converters: it runs in another engine."""
+    for file, engine, use in _EXPORTS:
+        if (directory / file).exists() and not (directory / "config.toml").exists():
+            raise UserError(f"{directory} is no run directory but an export for {engine}: {use}, or name its model")
 
 
 def _download(hub_id: str) -> Path:
