@@ -158,7 +158,7 @@ def main() -> None:
     source, target = [s for s, _ in spread], [t for _, t in spread]
     said, rows = {}, []
     for (kind, targets), directory in runs.items():
-        seconds = read_metrics(directory)[-1].get("seconds")
+        seconds = max((row["seconds"] for row in read_metrics(directory) if "seconds" in row), default=None)
         for way in (name for name in WAYS[kind] if not options.ways or name in options.ways):
             said[kind, targets, way] = lines = translations(options, directory, kind, way, source)
             scores = quality(lines, target)

@@ -68,9 +68,9 @@ def retrofit(
 ) -> None:
     """Let the layers of a trained model share attention, and keep all its other weights.
 
-    Without more training it translates worse: go on with `hasten train OUT/config.toml
-    tokenizer.from_model=OUT training.init_from=OUT`, best on
-    the model's own translations (`hasten distill`). Kinds of attention without a threshold share nothing.
+    Without more training it translates worse: go on with `hasten train OUT/config.toml tokenizer.from_model=OUT
+    training.init_from=OUT`, best on the model's own translations (`hasten distill`). Kinds of attention without a
+    threshold share nothing.
 
     Example: hasten share retrofit --model en-de-teacher --data data/en-de --theta 0.5 --theta-cross 0.5 --out shared
     """
