@@ -28,7 +28,7 @@ def by_steps(teacher: Translator, source: str, target: str) -> float:
     model, ids = teacher.model, teacher.tokenizer.encode(target)
     with torch.inference_mode():
         memory = model.encode(*source_batch([teacher.tokenizer.encode(source)]))
-        state, total = model.begin(memory), 0.0  # type: ignore[operator]
+        state, total = model.begin(memory).layers, 0.0  # type: ignore[operator]
         for position, (last, word) in enumerate(zip([BOS, *ids], [*ids, EOS], strict=True)):
             x, state = model.decoder.step(  # type: ignore[union-attr]
                 model.positions(model.embedding(torch.tensor([[last]])) * 32**0.5, position),  # type: ignore[operator]
