@@ -355,7 +355,7 @@ def test_a_finished_file_is_not_written_over(tmp_path: Path):
 def test_force_keeps_the_old_file_until_the_new_one_is_whole(tmp_path: Path):
     source = interrupted(tmp_path, CommandTeacher("sed s/^/T/"), DistillSpec(shard_lines=20))
     (tmp_path / "out").write_text("precious", encoding="utf-8")
-    with pytest.raises(UserError, match="exit status 3"):
+    with pytest.raises(UserError, match="ended with code 3"):
         distill(CommandTeacher("exit 3"), source, tmp_path / "out", force=True)
     assert (tmp_path / "out").read_text(encoding="utf-8") == "precious"
     with pytest.raises(Kill):
