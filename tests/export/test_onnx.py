@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hasten.attention import AverageSpec, FullSpec, LinearSpec, SSRUSpec
 from hasten.data.batch import source_batch
 from hasten.data.tokenizer import EOS, Tokenizer
 from hasten.decoding.refine import final, refine
@@ -33,6 +34,14 @@ SPECS = {
     "ctc, shared": CTCSpec(**SIZES, refiner_layers=2, encoder_sharing=(1, 1), refiner_sharing=(1, 1)),
     "autoregressive": AutoregressiveSpec(**SIZES, decoder_layers=2),
     "12-1": AutoregressiveSpec(**{**SIZES, "encoder_layers": 4}, decoder_layers=1),
+    "ssru": AutoregressiveSpec(**SIZES, decoder_layers=2, decoder_attention=(SSRUSpec(),)),
+    "average": AutoregressiveSpec(**SIZES, decoder_layers=2, decoder_attention=(AverageSpec(),)),
+    "average, network": AutoregressiveSpec(
+        **SIZES,
+        decoder_layers=3,
+        decoder_attention=(AverageSpec(feed_forward=True), FullSpec(), AverageSpec(gate=False, feed_forward=True)),
+        cross_sharing=(1, 1, 1),
+    ),
     **{
         f"shared, {what}": AutoregressiveSpec(
             **SIZES,
@@ -102,7 +111,7 @@ def test_logits_of_frames_are_those_of_pytorch(tokenizer, tmp_path, name):
     assert np.abs(logits - expected)[frames.ravel()].max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "shared, weights", "shared, context", "shared, output"])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if isinstance(spec, AutoregressiveSpec)])
 def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
     model = build(tokenizer, name)
     peer = exported(model, tokenizer, tmp_path / "x")
@@ -123,7 +132,7 @@ def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
 
 
 @pytest.mark.parametrize("compute", ["float32", "int8"])
-@pytest.mark.parametrize("name", ["ctc", "autoregressive", "shared, output"])
+@pytest.mark.parametrize("name", ["ctc", "autoregressive", "shared, output", "ssru", "average, network"])
 def test_a_batch_says_what_each_sentence_says_alone(tokenizer, tmp_path, name, compute):
     peer = exported(build(tokenizer, name), tokenizer, tmp_path / "x", compute)
     sources = [tokenizer.encode(line) for line in [*LINES[:12], *ODD]]
@@ -236,6 +245,21 @@ def test_models_that_it_cannot_hold_are_refused(tokenizer):
     object.__setattr__(model, "spec", CTCSpec(**SIZES))
     object.__setattr__(model.spec, "refiner_attention", (Other(),))
     with pytest.raises(UserError, match="refiner_attention of kind linear"):
+        check_holdable(model)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"decoder_attention": (AverageSpec(gate=False),)}, "between projections"),
+        ({"decoder_attention": (AverageSpec(),), "decoder_sharing": (1, 1)}, "that other layers share"),
+        ({"encoder_attention": (AverageSpec(),)}, "encoder_attention of kind average"),
+        ({"decoder_attention": (LinearSpec(),)}, r"decoder_attention of kind linear.*ssru and average"),
+    ],
+)
+def test_attention_that_it_cannot_hold_is_refused(tokenizer, spec, problem):
+    model = AutoregressiveSpec(**SIZES, decoder_layers=2, **spec).build(tokenizer.vocab_size)
+    with pytest.raises(UserError, match=problem):
         check_holdable(model)
 
 

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from hasten.attention.average import AverageLayer
+from hasten.attention.full import FullAttention
+from hasten.attention.multihead import MultiHeadAttention
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
@@ -18,16 +21,36 @@ _OTHERS = ("tokenizer.model", "README.md", "certificate.json")
 
 
 def check_holdable(model: GenerationModel) -> Autoregressive | CTC:
-    """The model, where it can be written: CTC or autoregressive, every layer with full attention; else `UserError`."""
-    holds = "ONNX holds ctc and autoregressive models with full attention, shared between layers or not"
+    """The model, where it can be written: CTC or autoregressive; full attention everywhere, in autoregressive decoders
+    SSRU and average attention with its gate, too. Else `UserError`."""
+    holds = (
+        "ONNX holds ctc and autoregressive models with full attention, shared between layers or not, and in "
+        "autoregressive decoders ssru and average"
+    )
     kind = getattr(getattr(model, "spec", None), "kind", type(model).__name__)
     if not isinstance(model, Autoregressive | CTC):
         raise UserError(f"cannot export a model of kind {str(kind)!r}: {holds}; distil a ctc student from it instead")
     for name in ("encoder_attention", "decoder_attention", "cross_attention", "refiner_attention"):
-        other = sorted({str(layer.kind) for layer in getattr(model.spec, name, ())} - {"full"})
+        known = {"full", "ssru", "average"} if name == "decoder_attention" else {"full"}
+        other = sorted({str(layer.kind) for layer in getattr(model.spec, name, ())} - known)
         if other:
             raise UserError(f"cannot export {name} of kind {', '.join(other)}: {holds}")
+    if isinstance(model, Autoregressive):
+        _check_own_layers(model)
     return model
+
+
+def _check_own_layers(model: Autoregressive) -> None:
+    """Average attention as a layer of its own, whose weights no other layer uses."""
+    attentions = [layer.get_submodule("self_attention") for layer in model.decoder.layers]
+    for attention in attentions:
+        if isinstance(attention, MultiHeadAttention) and not isinstance(attention.attention, FullAttention):
+            raise UserError(
+                "cannot export average attention between projections; ONNX holds it with its gate or network"
+            )
+    for number, source in enumerate(model.decoder.plan.sources):
+        if source != number and isinstance(attentions[source], AverageLayer):
+            raise UserError("cannot export average attention that other layers share; share full attention instead")
 
 
 def export(

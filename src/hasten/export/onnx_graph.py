@@ -34,6 +34,7 @@ class Graph(ABC):
 
     def __init__(self) -> None:
         self._onnx = onnx_package()
+        self.FLOAT: int = self._onnx.TensorProto.FLOAT
         self._nodes: list[Any] = []
         self._constants: dict[str, Any] = {}
         self._inputs: list[Any] = []
@@ -181,14 +182,14 @@ class Int8Graph(Graph):
         rounded = self.op("Cast", self.op("Round", centred), attributes={"to": self._onnx.TensorProto.UINT8})
         zero = self.constant(np.array(128, dtype=np.uint8))
         total = self.op("MatMulInteger", rounded, integers, zero, zero)
-        real = self.op("Cast", total, attributes={"to": self._onnx.TensorProto.FLOAT})
+        real = self.op("Cast", total, attributes={"to": self.FLOAT})
         return self.op("Mul", self.op("Mul", real, scales), scale)
 
     def rows(self, table: Tensor, ids: str) -> str:
         """A look-up of integers, and of a scale for each row."""
         integers, scales = quantised(array(table))
         found = self.op("Gather", self.constant((integers.astype(np.int16) - 128).astype(np.int8)), ids)
-        real = self.op("Cast", found, attributes={"to": self._onnx.TensorProto.FLOAT})
+        real = self.op("Cast", found, attributes={"to": self.FLOAT})
         return self.op("Mul", real, self.op("Gather", self.constant(scales[:, None]), ids))
 
 

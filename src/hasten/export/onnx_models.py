@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hasten.attention.average import AverageLayer, Gate
 from hasten.attention.multihead import MultiHeadAttention
+from hasten.attention.ssru import SSRULayer
 from hasten.export.onnx_graph import MASKED, Graph, array
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.ctc import CTC
@@ -48,8 +50,9 @@ def listed_graphs(graph: type[Graph], model: Autoregressive | CTC) -> dict[str, 
 def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: int) -> dict[str, Any]:
     """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. step.onnx: a token more.
 
-    `memory_key_*` (B, H, D, S) and `memory_value_*` (B, H, S, D) are of the source, `past_*` (B, H, t, D) of the tokens
-    said, `next_*` the same after this one; only layers that compute them have them.
+    `memory_key_*` (B, H, D, S) and `memory_value_*` (B, H, S, D) are of the source, `past_*` of the tokens said and
+    `next_*` the same after this one; only layers that compute them have them. Keys and values of the past are
+    (B, H, t, D), the cells of recurrent units and the sums of averages (B, d_model).
     """
     g, heads = graph(), (model.spec.n_heads, model.spec.d_model // model.spec.n_heads)
     x, sizes = _source(g, model, longest)
@@ -143,7 +146,7 @@ def _step_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]
     x = g.op("Mul", g.rows(model.embedding.weight, last), g.number(d_model**0.5))
     table = g.constant(array(sinusoids(2 * longest + 20, d_model)))
     x = g.op("Add", x, g.op("Gather", table, position))
-    layers = _StepLayers(g, model.spec.n_heads, d_model)
+    layers = _StepLayers(g, model.spec.n_heads, d_model, position)
     for number, layer in enumerate(model.decoder.layers):
         attention: Any = layer.get_submodule("self_attention")
         normed = g.norm(x, layer.get_submodule("self_norm"))
@@ -165,6 +168,7 @@ class _StepLayers:
     g: Graph
     n_heads: int
     d_model: int
+    position: str
     own: dict[int, str] = field(default_factory=dict)
     """Weights over the past, by layer."""
     cross: dict[int, tuple[str, str, str]] = field(default_factory=dict)
@@ -172,6 +176,10 @@ class _StepLayers:
 
     def over_past(self, number: int, source: int, attention: Any, x: str) -> str:
         """Self-attention of a layer at the new position, after its values (and keys) joined those so far."""
+        if isinstance(attention, SSRULayer):
+            return self._recurrent(number, attention, x)
+        if isinstance(attention, AverageLayer):
+            return self._average(number, attention, x)
         g, weight, bias = self.g, *_projection(attention)
         parts = [g.linear(x, weight, bias)]
         if source == number:
@@ -182,6 +190,37 @@ class _StepLayers:
         values = self._joined("value", number, parts[0])
         context = g.reshape(g.op("MatMul", self.own[source], values), -1, self.d_model)
         return g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
+
+    def _recurrent(self, number: int, layer: SSRULayer, x: str) -> str:
+        """relu(c) with c = v + f (past c - v)."""
+        g, bias = self.g, layer.forget_bias
+        gates, values = g.split(g.linear(x, layer.in_proj.weight), 2, 1)
+        gates = gates if bias is None else g.op("Add", gates, g.constant(array(bias)))
+        kept = g.op("Mul", g.op("Sigmoid", gates), g.op("Sub", self._past("cells", number), values))
+        return g.op("Relu", self._next("cells", number, g.op("Add", values, kept)))
+
+    def _average(self, number: int, layer: AverageLayer, x: str) -> str:
+        """The mean of all inputs up to here, through the layer's network and gates."""
+        g = self.g
+        total = self._next("total", number, g.op("Add", self._past("total", number), x))
+        count = g.op("Cast", g.op("Add", self.position, g.numbers(1)), attributes={"to": g.FLOAT})
+        mean = g.op("Div", total, count)
+        if isinstance(layer.network, nn.Sequential):
+            inner, _, outer = layer.network
+            mean = g.linear(g.op("Relu", g.linear(mean, inner.weight, inner.bias)), outer.weight, outer.bias)
+        if not isinstance(layer.gate, Gate):
+            return mean
+        gates = layer.gate.gates
+        opened = g.op("Sigmoid", g.linear(g.concat(x, mean, axis=1), gates.weight, gates.bias))
+        entering, keeping = g.split(opened, 2, 1)
+        return g.op("Add", g.op("Mul", entering, x), g.op("Mul", keeping, mean))
+
+    def _past(self, role: str, number: int) -> str:
+        return self.g.input(f"past_{role}_{number}", "FLOAT", ["batch", self.d_model])
+
+    def _next(self, role: str, number: int, value: str) -> str:
+        self.g.output(value, f"next_{role}_{number}", ["batch", self.d_model])
+        return value
 
     def over_memory(self, number: int, source: int, attention: Any, x: str) -> str:
         """A layer's attention over the source: its own, or what it uses of another layer's."""

@@ -128,7 +128,9 @@ class StepByStep(Engine):
         self._memory = [output.name for output in self._encoder.graph.get_outputs()]
         self._step = self._session("step.onnx", {"last", "position", "masked", *self._memory}, {"logits", "states"})
         past = [entry for entry in self._step.graph.get_inputs() if entry.name.startswith("past_")]
-        self._past = {entry.name: (entry.shape[1], entry.shape[3]) for entry in past}
+        self._past: dict[str, list[int]] = {
+            entry.name: [_AT_FIRST.get(n, n) for n in entry.shape[1:]] for entry in past
+        }
         self._after = [name.replace("past_", "next_") for name in self._past]
         banned = [i for i in SPECIAL_IDS if i != EOS]
         if shortlist is None:
@@ -168,8 +170,7 @@ class StepByStep(Engine):
         inputs = {"source": self._tensor(source), "masked": self._tensor(masked(real))}
         memory = zip(self._memory, self._encoder.run_values(self._memory, inputs), strict=True)
         empty = {
-            name: self._tensor(np.zeros((len(source), heads, 0, width), dtype=np.float32))
-            for name, (heads, width) in self._past.items()
+            name: self._tensor(np.zeros((len(source), *shape), dtype=np.float32)) for name, shape in self._past.items()
         }
         return {"masked": inputs["masked"], **dict(memory), **empty}
 
@@ -185,6 +186,8 @@ class StepByStep(Engine):
 
 LISTED = ("rows.onnx", "listed.onnx")
 """What a shortlist needs: rows of the output layer, and the products with them."""
+_AT_FIRST = {"said": 0}
+"""Sizes that grow with the tokens said, before there are any."""
 _ENGINES: dict[str, type[OnePass] | type[StepByStep]] = {"ctc": OnePass, "autoregressive": StepByStep}
 
 
