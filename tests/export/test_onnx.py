@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 
 from hasten.attention import AverageSpec, FullSpec, LinearSpec, SSRUSpec
 from hasten.data.batch import source_batch
-from hasten.data.tokenizer import EOS, Tokenizer
+from hasten.data.tokenizer import BOS, EOS, Tokenizer
 from hasten.decoding.refine import final, refine
 from hasten.errors import MissingExtra, UserError
 from hasten.export import onnx_certificate
@@ -112,23 +113,46 @@ def test_logits_of_frames_are_those_of_pytorch(tokenizer, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if isinstance(spec, AutoregressiveSpec)])
-def test_logits_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
+def test_log_probabilities_of_steps_are_those_of_pytorch(tokenizer, tmp_path, name):
     model = build(tokenizer, name)
     peer = exported(model, tokenizer, tmp_path / "x")
     source, mask = source_batch([tokenizer.encode(line) for line in LINES[:5]])
-    state = peer._begin(source.numpy(), mask.numpy())
+    state, every = peer._begin(source.numpy(), mask.numpy()), peer._words.of(LINES[:5])
     with torch.no_grad():
         kept = model.begin(model.encode(source, mask)).layers
         for position in range(6):
             last = torch.arange(5) + 20 * position + 10
             x = model.positions(model.embedding(last[:, None]) * model.spec.d_model**0.5, position)
             x, kept = model.decoder.step(x, kept)
-            expected = model.logits(x[:, 0]).numpy()
-            inputs = {"last": last.numpy(), "position": np.array([position])}
-            tensors = {name: peer._tensor(value) for name, value in inputs.items()}
-            logits, *past = peer._step.graph.run_with_ort_values(["logits", *peer._after], {**tensors, **state})
-            state |= dict(zip(peer._past, past, strict=True))
-            assert np.abs(logits.numpy() - expected).max() < 1e-4
+            expected = model.logits(x[:, 0]).log_softmax(-1).numpy()
+            for asked in (EOS, 7, 100, 499):  # all others are banned, so that this one is said
+                banned = np.full(tokenizer.vocab_size, -np.inf, dtype=np.float32)
+                banned[asked] = 0
+                only = dataclasses.replace(every, given=every.given | {"banned": peer._tensor(banned)})
+                tokens, scores, after = peer._advance(last.numpy(), position, 1, state, only)
+                assert (tokens == asked).all()
+                assert tokens.shape == scores.shape == (1, 5)
+                assert np.abs(scores[0] - expected[:, asked]).max() < 1e-4
+            state = after
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "ssru", "average, network"])
+def test_many_steps_at_once_are_many_single_steps_until_a_row_ends(tokenizer, tmp_path, name):
+    peer = exported(build(tokenizer, name), tokenizer, tmp_path / "x")
+    source, mask = (part.numpy() for part in source_batch([tokenizer.encode(line) for line in LINES[:5]]))
+    start, every, last = peer._begin(source, mask), peer._words.of(LINES[:5]), np.full(5, BOS)
+    tokens, scores, after = peer._advance(last, 0, 40, start, every)
+    assert 1 < len(tokens) <= 40
+    assert (tokens[:-1] != EOS).all()
+    assert (tokens[-1] == EOS).any() == (len(tokens) < 40)
+    state = start
+    for position, (said, score) in enumerate(zip(tokens, scores, strict=True)):
+        one, own, state = peer._advance(last, position, 1, state, every)
+        assert (one[0] == said).all()
+        assert np.allclose(own[0], score, atol=1e-6)
+        last = said
+    for name in peer._past:
+        assert np.allclose(state[name].numpy(), after[name].numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("compute", ["float32", "int8"])

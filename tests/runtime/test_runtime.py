@@ -144,7 +144,7 @@ def test_files_that_do_not_belong_together_are_told(pairs, tokenizer, words, tmp
     tokenizer.train(words, tokenizer.vocab_size - 5, threads=1).save(out / "tokenizer.model")
     with pytest.raises(UserError, match=r"tokenizer\.model is not the tokenizer of this model"):
         load(out)
-    for kind, name in (("ctc", "encoder"), ("ctc", "output"), ("autoregressive", "step")):
+    for kind, name in (("ctc", "encoder"), ("ctc", "output"), ("autoregressive", "steps")):
         out = shutil.copytree(pairs[kind][1], tmp_path / name)
         other = "autoregressive" if kind == "ctc" else "ctc"
         shutil.copy(pairs[other][1] / "encoder.onnx", out / f"{name}.onnx")

@@ -142,7 +142,7 @@ class RuntimeDecoder:
     def facts(self) -> dict[str, Any]:
         """What the directory says, and the fingerprint of the graph that says words."""
         settings = self.translator.engine.settings
-        [file] = (path for path in self.directory.glob("*.onnx") if path.name in ("output.onnx", "step.onnx"))
+        [file] = (path for path in self.directory.glob("*.onnx") if path.name in ("output.onnx", "steps.onnx"))
         return {"kind": settings.kind, "parameters": settings.parameters, "fingerprint": _fingerprint(file)}
 
 

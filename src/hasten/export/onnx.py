@@ -8,7 +8,7 @@ from hasten.attention.multihead import MultiHeadAttention
 from hasten.data.tokenizer import Tokenizer
 from hasten.errors import UserError
 from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
-from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs, listed_graphs
+from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
 from hasten.models.ctc import CTC
@@ -16,7 +16,7 @@ from hasten.runtime.engine import LISTED
 from hasten.runtime.settings import SETTINGS, Settings
 
 GRAPHS: dict[str, type[Graph]] = {"float32": Float32Graph, "int8": Int8Graph}
-_FILES = ("encoder.onnx", "output.onnx", "step.onnx", *LISTED, SETTINGS)
+_FILES = ("encoder.onnx", "output.onnx", "steps.onnx", "step.onnx", *LISTED, SETTINGS)
 _OTHERS = ("tokenizer.model", "README.md", "certificate.json")
 
 
@@ -76,10 +76,17 @@ def export(
     old = _replaceable(directory, force)
     graph, longest = GRAPHS[compute], max_source_tokens + 1  # the end symbol
     graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else autoregressive_graphs(graph, own, longest)
-    graphs |= listed_graphs(graph, own)
     upsample = own.spec.upsample if isinstance(own, CTC) else 1
     parameters = sum(parameter.numel() for parameter in own.parameters())
-    settings = Settings(own.spec.kind, compute, max_source_tokens, upsample, parameters, tokenizer.fingerprint)
+    settings = Settings(
+        own.spec.kind,
+        compute,
+        max_source_tokens,
+        upsample,
+        len(own.embedding.weight),
+        parameters,
+        tokenizer.fingerprint,
+    )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in old:

@@ -34,7 +34,9 @@ class Graph(ABC):
 
     def __init__(self) -> None:
         self._onnx = onnx_package()
-        self.FLOAT: int = self._onnx.TensorProto.FLOAT
+        types = self._onnx.TensorProto
+        self.FLOAT, self.INT64, self.BOOL = int(types.FLOAT), int(types.INT64), int(types.BOOL)
+        self._prefix = ""
         self._nodes: list[Any] = []
         self._constants: dict[str, Any] = {}
         self._inputs: list[Any] = []
@@ -53,8 +55,16 @@ class Graph(ABC):
         """Outputs: the rows of a matrix (V, D) by a vector of ids, as `linear_by_rows` reads them."""
 
     @abstractmethod
-    def linear_by_rows(self, x: str, width: int) -> str:
-        """x W^T, of x (N, D) and rows that are given as inputs: W (n, D) of width D."""
+    def given_rows(self, width: int) -> None:
+        """Inputs: rows W (n, D) of width D, as `some_rows` leaves them."""
+
+    @abstractmethod
+    def linear_by_rows(self, x: str, plus: str = "") -> str:
+        """x W^T, of x (N, D) and the given rows W (n, D); plus (N or 1, n), where it is given."""
+
+    @abstractmethod
+    def rows_at(self, places: str) -> str:
+        """(N, D): the given rows at these places (N)."""
 
     def input(self, name: str, kind: str, shape: Sequence[str | int]) -> str:
         """Declare an input: its element type as onnx names it, its sizes or their names."""
@@ -70,7 +80,7 @@ class Graph(ABC):
 
     def constant(self, value: np.ndarray) -> str:
         """A constant; equal small ones are kept once."""
-        value = np.ascontiguousarray(value)
+        value = np.asarray(value, order="C")  # unlike ascontiguousarray it leaves single numbers without axes
         same = str((value.dtype, value.shape, value.tobytes())) if value.size <= 16 else str(len(self._constants))
         if same not in self._constants:
             self._constants[same] = self._onnx.numpy_helper.from_array(value, f"constant_{len(self._constants)}")
@@ -86,11 +96,11 @@ class Graph(ABC):
 
     def op(self, kind: str, *inputs: str, attributes: dict[str, Any] | None = None) -> str:
         """A node with one output."""
-        return self._node(kind, inputs, [f"{kind.lower()}_{len(self._nodes)}"], attributes or {})[0]
+        return self._node(kind, inputs, [f"{self._prefix}{kind.lower()}_{len(self._nodes)}"], attributes or {})[0]
 
     def split(self, x: str, parts: int, axis: int) -> list[str]:
         """Equal parts of `x` along an axis, which need not be named: they must divide a size that is known."""
-        names = [f"split_{len(self._nodes)}_{i}" for i in range(parts)]
+        names = [f"{self._prefix}split_{len(self._nodes)}_{i}" for i in range(parts)]
         return self._node("Split", [x], names, {"axis": axis})
 
     def norm(self, x: str, norm: nn.Module) -> str:
@@ -110,6 +120,23 @@ class Graph(ABC):
     def concat(self, *parts: str, axis: int = 0) -> str:
         """Parts one after the other."""
         return self.op("Concat", *parts, attributes={"axis": axis})
+
+    def body(self) -> "Graph":
+        """An empty graph for `repeat`, which sees everything of this one; its constants are kept here."""
+        inner = type(self)()
+        inner._constants, inner._prefix = self._constants, f"{self._prefix}body_{len(self._nodes)}_"
+        return inner
+
+    def repeat(self, most: str, body: "Graph", start: Sequence[str]) -> list[str]:
+        """Run `body` at most `most` times (a number of int64), and what it leaves.
+
+        Inputs of the body: the number of the round, a truth value that it need not read, and what the round before has
+        left, at first `start`. Outputs: whether to go on, what is left, and what is collected of every round.
+        """
+        helper = self._onnx.helper
+        inner = helper.make_graph(body._nodes, "body", body._inputs, body._outputs)
+        names = [f"{self._prefix}repeat_{len(self._nodes)}_{i}" for i in range(len(body._outputs) - 1)]
+        return self._node("Loop", [most, self.constant(np.array(True)), *start], names, {"body": inner})
 
     def model(self, name: str) -> Any:
         """The finished graph, checked."""
@@ -142,9 +169,17 @@ class Float32Graph(Graph):
         """One matrix."""
         self.output(self.rows(weight, ids), "rows", ["listed", weight.shape[1]])
 
-    def linear_by_rows(self, x: str, width: int) -> str:
+    def given_rows(self, width: int) -> None:
+        """One matrix."""
+        self.input("rows", "FLOAT", ["listed", width])
+
+    def linear_by_rows(self, x: str, plus: str = "") -> str:
         """One matrix product."""
-        return self.op("Gemm", x, self.input("rows", "FLOAT", ["listed", width]), attributes={"transB": 1})
+        return self.op("Gemm", x, "rows", *[plus] * bool(plus), attributes={"transB": 1})
+
+    def rows_at(self, places: str) -> str:
+        """A look-up."""
+        return self.op("Gather", "rows", places)
 
 
 @final
@@ -169,10 +204,21 @@ class Int8Graph(Graph):
         self.output(columns, "columns", [weight.shape[1], "listed"], "UINT8")
         self.output(self.op("Gather", self.constant(scales), ids), "scales", ["listed"])
 
-    def linear_by_rows(self, x: str, width: int) -> str:
+    def given_rows(self, width: int) -> None:
+        """Integers, as columns, and scales."""
+        self.input("columns", "UINT8", [width, "listed"])
+        self.input("scales", "FLOAT", ["listed"])
+
+    def linear_by_rows(self, x: str, plus: str = "") -> str:
         """The same integers, and so the same scores, as `linear` has for all rows."""
-        columns = self.input("columns", "UINT8", [width, "listed"])
-        return self._product(x, columns, self.input("scales", "FLOAT", ["listed"]))
+        y = self._product(x, "columns", "scales")
+        return self.op("Add", y, plus) if plus else y
+
+    def rows_at(self, places: str) -> str:
+        """Integers times their scales, as `rows` has them."""
+        found = self.transpose(self.op("Gather", "columns", places, attributes={"axis": 1}), 1, 0)
+        centred = self.op("Sub", self.op("Cast", found, attributes={"to": self.FLOAT}), self.number(128.0))
+        return self.op("Mul", centred, self.op("Unsqueeze", self.op("Gather", "scales", places), self.numbers(1)))
 
     def _product(self, x: str, integers: str, scales: str) -> str:
         largest = self.op("ReduceMax", self.op("Abs", x), attributes={"axes": [-1], "keepdims": 1})

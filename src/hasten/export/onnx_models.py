@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hasten.attention.average import AverageLayer, Gate
 from hasten.attention.multihead import MultiHeadAttention
 from hasten.attention.ssru import SSRULayer
+from hasten.data.tokenizer import EOS
 from hasten.export.onnx_graph import MASKED, Graph, array
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.ctc import CTC
@@ -20,6 +21,7 @@ from hasten.nn.stack import Encoder
 
 def ctc_graphs(graph: type[Graph], model: CTC, longest: int) -> dict[str, Any]:
     """encoder.onnx: sources of at most `longest` tokens to the states of their frames. output.onnx: states to logits.
+    rows.onnx: ids to their rows of the output layer. listed.onnx: states and such rows to logits, of these ids.
 
     The output layer stands alone so that it runs over real frames only, a few at a time.
     """
@@ -35,23 +37,34 @@ def ctc_graphs(graph: type[Graph], model: CTC, longest: int) -> dict[str, Any]:
     last = graph()
     logits = last.linear(last.input("states", "FLOAT", ["rows", spec.d_model]), model.embedding.weight)
     last.output(logits, "logits", ["rows", len(model.embedding.weight)])
-    return {"encoder.onnx": g.model("encoder"), "output.onnx": last.model("output")}
+    return {
+        "encoder.onnx": g.model("encoder"),
+        "output.onnx": last.model("output"),
+        "rows.onnx": _rows_graph(graph(), model),
+        "listed.onnx": _listed_graph(graph(), model),
+    }
 
 
-def listed_graphs(graph: type[Graph], model: Autoregressive | CTC) -> dict[str, Any]:
-    """rows.onnx: ids to their rows of the output layer. listed.onnx: states and such rows to logits, of these ids."""
-    rows, product, weight = graph(), graph(), model.embedding.weight
-    rows.some_rows(weight, rows.input("ids", "INT64", ["listed"]))
-    states = product.input("states", "FLOAT", ["rows", weight.shape[1]])
-    product.output(product.linear_by_rows(states, weight.shape[1]), "logits", ["rows", "listed"])
-    return {"rows.onnx": rows.model("rows"), "listed.onnx": product.model("listed")}
+def _rows_graph(g: Graph, model: Autoregressive | CTC) -> Any:
+    """Ids to their rows of the output layer."""
+    g.some_rows(model.embedding.weight, g.input("ids", "INT64", ["listed"]))
+    return g.model("rows")
+
+
+def _listed_graph(g: Graph, model: CTC) -> Any:
+    """States and rows of the output layer to logits, of the ids whose rows these are."""
+    states = g.input("states", "FLOAT", ["rows", model.spec.d_model])
+    g.given_rows(model.spec.d_model)
+    g.output(g.linear_by_rows(states), "logits", ["rows", "listed"])
+    return g.model("listed")
 
 
 def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: int) -> dict[str, Any]:
-    """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. step.onnx: a token more.
+    """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. rows.onnx: ids to their rows
+    of the output layer. steps.onnx: what is said next, token by token, until a row ends.
 
     `memory_key_*` (B, H, D, S) and `memory_value_*` (B, H, S, D) are of the source, `past_*` of the tokens said and
-    `next_*` the same after this one; only layers that compute them have them. Keys and values of the past are
+    `next_*` the same after these; only layers that compute them have them. Keys and values of the past are
     (B, H, t, D), the cells of recurrent units and the sums of averages (B, d_model).
     """
     g, heads = graph(), (model.spec.n_heads, model.spec.d_model // model.spec.n_heads)
@@ -64,7 +77,11 @@ def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: in
             y, name = g.op("Reshape", g.linear(states, weight, bias), shape), f"memory_{role}_{number}"
             kept[name] = _MEMORY[role][1](*heads)
             g.output(g.transpose(y, *_MEMORY[role][0]), name, kept[name])
-    return {"encoder.onnx": g.model("encoder"), "step.onnx": _step_graph(graph(), model, kept, longest)}
+    return {
+        "encoder.onnx": g.model("encoder"),
+        "rows.onnx": _rows_graph(graph(), model),
+        "steps.onnx": _steps_graph(graph(), model, kept, longest),
+    }
 
 
 _MEMORY: dict[str, Any] = {
@@ -136,29 +153,54 @@ def _fed_forward(g: Graph, x: str, layer: nn.Module) -> str:
     return g.op("Add", x, g.linear(hidden, outer.weight, outer.bias))
 
 
-def _step_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]], longest: int) -> Any:
-    """One token more for every row: its state, logits, and the keys and values of the tokens so far."""
-    d_model = model.spec.d_model
-    last, position = g.input("last", "INT64", ["batch"]), g.input("position", "INT64", [1])
+def _steps_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]], longest: int) -> Any:
+    """The most probable tokens after `last`, one after another: at most `most`, until any row has said its end.
+
+    What may be said are n rows of the output layer, which are given, those of the special ids first; tokens are places
+    among them. `outside` (B or 1, n) is -inf at what a row of the batch does not list, `banned` (n) at what none may
+    say. Tokens and their log probabilities are (t, B).
+    """
+    d_model, batch = model.spec.d_model, ["batch"]
+    g.given_rows(d_model)
+    last, position, most = (g.input(n, "INT64", s) for n, s in (("last", ["batch"]), ("position", [1]), ("most", [])))
     g.input(MASKED, "FLOAT", ["batch", 1, 1, "length"])
+    outside, banned = g.input("outside", "FLOAT", ["lists", "listed"]), g.input("banned", "FLOAT", ["listed"])
     for name, shape in kept.items():
         g.input(name, "FLOAT", shape)
-    x = g.op("Mul", g.rows(model.embedding.weight, last), g.number(d_model**0.5))
-    table = g.constant(array(sinusoids(2 * longest + 20, d_model)))
-    x = g.op("Add", x, g.op("Gather", table, position))
-    layers = _StepLayers(g, model.spec.n_heads, d_model, position)
+    b = g.body()
+    position = b.op("Add", position, b.input("round", "INT64", []))
+    b.input("again", "BOOL", [])
+    x = b.op("Mul", b.rows_at(b.input("token", "INT64", batch)), b.number(d_model**0.5))
+    table = b.constant(array(sinusoids(2 * longest + 20, d_model)))
+    x = b.op("Add", x, b.op("Gather", table, position))
+    layers = _StepLayers(b, model.spec.n_heads, d_model, position)
     for number, layer in enumerate(model.decoder.layers):
         attention: Any = layer.get_submodule("self_attention")
-        normed = g.norm(x, layer.get_submodule("self_norm"))
-        x = g.op("Add", x, layers.over_past(number, model.decoder.plan.sources[number], attention, normed))
+        normed = b.norm(x, layer.get_submodule("self_norm"))
+        x = b.op("Add", x, layers.over_past(number, model.decoder.plan.sources[number], attention, normed))
         attention, source = layer.get_submodule("cross_attention"), model.decoder.cross_plan.sources[number]
-        normed = g.norm(x, layer.get_submodule("cross_norm")) if source == number else x
-        x = g.op("Add", x, layers.over_memory(number, source, attention, normed))
-        x = _fed_forward(g, x, layer)
-    states = g.norm(x, model.decoder.norm)
-    g.output(states, "states", ["batch", d_model])
-    g.output(g.linear(states, model.embedding.weight), "logits", ["batch", "vocabulary"])
-    return g.model("step")
+        normed = b.norm(x, layer.get_submodule("cross_norm")) if source == number else x
+        x = b.op("Add", x, layers.over_memory(number, source, attention, normed))
+        x = _fed_forward(b, x, layer)
+    logits = b.linear_by_rows(b.norm(x, model.decoder.norm), outside)
+    chosen = b.op("ArgMax", b.op("Add", logits, banned), attributes={"axis": -1, "keepdims": 1})
+    log_probs = b.op("LogSoftmax", logits, attributes={"axis": -1})
+    said = b.reshape(chosen, -1)
+    score = b.reshape(b.op("GatherElements", log_probs, chosen, attributes={"axis": -1}), -1)
+    ended = b.op("Cast", b.op("Equal", said, b.numbers(EOS)), attributes={"to": b.INT64})
+    any_ended = b.op("Cast", b.op("ReduceMax", ended, attributes={"keepdims": 0}), attributes={"to": b.BOOL})
+    b.output(b.op("Not", any_ended), "going", [], "BOOL")
+    for name, value, shape, kind in (("next", said, batch, "INT64"), *layers.after):
+        b.output(value, f"{name}_", shape, kind)
+    b.output(said, "said", batch, "INT64")
+    b.output(score, "score", batch)
+    starts = [g.input(name, "FLOAT", shape) for name, shape in layers.before]
+    _, *after, tokens, scores = g.repeat(most, b, [last, *starts])
+    for (name, _, shape, _), value in zip(layers.after, after, strict=True):
+        g.output(value, name, shape)
+    g.output(tokens, "tokens", ["saying", "batch"], "INT64")
+    g.output(scores, "scores", ["saying", "batch"])
+    return g.model("steps")
 
 
 @dataclass
@@ -173,6 +215,10 @@ class _StepLayers:
     """Weights over the past, by layer."""
     cross: dict[int, tuple[str, str, str]] = field(default_factory=dict)
     """Weights, context and output of attention over the source, by layer."""
+    before: list[tuple[str, list[str | int]]] = field(default_factory=list)
+    """Names and sizes of what is read of the past."""
+    after: list[tuple[str, str, list[str | int], str]] = field(default_factory=list)
+    """The same, with this position: name, tensor, sizes, type."""
 
     def over_past(self, number: int, source: int, attention: Any, x: str) -> str:
         """Self-attention of a layer at the new position, after its values (and keys) joined those so far."""
@@ -216,10 +262,10 @@ class _StepLayers:
         return g.op("Add", g.op("Mul", entering, x), g.op("Mul", keeping, mean))
 
     def _past(self, role: str, number: int) -> str:
-        return self.g.input(f"past_{role}_{number}", "FLOAT", ["batch", self.d_model])
+        return self._carried(role, number, [self.d_model])
 
     def _next(self, role: str, number: int, value: str) -> str:
-        self.g.output(value, f"next_{role}_{number}", ["batch", self.d_model])
+        self.after.append((f"next_{role}_{number}", value, ["batch", self.d_model], "FLOAT"))
         return value
 
     def over_memory(self, number: int, source: int, attention: Any, x: str) -> str:
@@ -244,12 +290,15 @@ class _StepLayers:
         return g.op("Softmax", g.op("Add", scores, MASKED), attributes={"axis": -1})
 
     def _joined(self, role: str, number: int, new: str) -> str:
-        """What was so far and what is new, in the graph and as its output."""
-        shape = ["batch", self.n_heads, "said", self._width]
-        past = self.g.input(f"past_{role}_{number}", "FLOAT", shape)
+        """What was so far and what is new."""
+        past = self._carried(role, number, [self.n_heads, "said", self._width])
         joined = self.g.concat(past, self._heads(new), axis=2)
-        self.g.output(joined, f"next_{role}_{number}", ["batch", self.n_heads, "saying", self._width])
+        self.after.append((f"next_{role}_{number}", joined, ["batch", self.n_heads, "saying", self._width], "FLOAT"))
         return joined
+
+    def _carried(self, role: str, number: int, sizes: list[str | int]) -> str:
+        self.before.append((f"past_{role}_{number}", ["batch", *sizes]))
+        return self.g.input(f"so_far_{role}_{number}", "FLOAT", ["batch", *sizes])
 
     @property
     def _width(self) -> int:

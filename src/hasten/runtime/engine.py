@@ -41,13 +41,13 @@ class Session:
         """Arrays from arrays."""
         return self._called(self.graph.run, outputs, inputs)
 
-    def run_values(self, outputs: Sequence[str], inputs: dict[str, Any], options: Any = None) -> list[Any]:
+    def run_values(self, outputs: Sequence[str], inputs: dict[str, Any]) -> list[Any]:
         """Values of ONNX Runtime from such."""
-        return self._called(self.graph.run_with_ort_values, outputs, inputs, options)
+        return self._called(self.graph.run_with_ort_values, outputs, inputs)
 
-    def _called(self, function: Any, outputs: Sequence[str], inputs: dict[str, Any], *options: Any) -> list[Any]:
+    def _called(self, function: Any, outputs: Sequence[str], inputs: dict[str, Any]) -> list[Any]:
         try:
-            return function(outputs, inputs, *options)
+            return function(outputs, inputs)
         except Exception as error:  # of many kinds, too
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"{self._path} cannot be computed ({reason}): export the model again") from error
@@ -58,7 +58,7 @@ class Engine(ABC):
     source is said in the pieces that it lists, and log probabilities are over these."""
 
     def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None):
-        self.directory, self.settings, self._threads = directory, settings, threads
+        self.directory, self.settings, self._threads, self._lists = directory, settings, threads, shortlist is not None
 
     @abstractmethod
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
@@ -67,7 +67,7 @@ class Engine(ABC):
     def _session(self, name: str, inputs: set[str], outputs: set[str]) -> "Session":
         """The graph of a file, which must take and give these; what the past adds to them is not named."""
         package, path = onnxruntime(), self.directory / name
-        if name in LISTED and not path.exists():
+        if self._lists and name in LISTED and not path.exists():
             raise UserError(f"{self.directory} was exported without {name}, which a shortlist needs; export it again")
         options = package.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
@@ -120,72 +120,82 @@ class OnePass(Engine):
 
 @final
 class StepByStep(Engine):
-    """An autoregressive model: the source once, then a token a step; rows that are finished leave the batch."""
+    """An autoregressive model: the source once, then token by token; rows that are finished leave the batch."""
 
     def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None = None):
         super().__init__(directory, settings, threads, shortlist)
         self._encoder = self._session("encoder.onnx", {"source", "masked"}, set())
         self._memory = [output.name for output in self._encoder.graph.get_outputs()]
-        self._step = self._session("step.onnx", {"last", "position", "masked", *self._memory}, {"logits", "states"})
-        past = [entry for entry in self._step.graph.get_inputs() if entry.name.startswith("past_")]
-        self._past: dict[str, list[int]] = {
-            entry.name: [_AT_FIRST.get(n, n) for n in entry.shape[1:]] for entry in past
-        }
+        read = {"last", "position", "most", "masked", "outside", "banned", *self._memory}
+        self._steps = self._session("steps.onnx", read, {"tokens", "scores"})
+        past = [entry for entry in self._steps.graph.get_inputs() if entry.name.startswith("past_")]
+        self._past = {entry.name: [_AT_FIRST.get(size, size) for size in entry.shape[1:]] for entry in past}
         self._after = [name.replace("past_", "next_") for name in self._past]
+        self._tensor = onnxruntime().OrtValue.ortvalue_from_numpy
         banned = [i for i in SPECIAL_IDS if i != EOS]
         if shortlist is None:
-            self._words: words.Begin = words.BeginEvery(banned)
+            self._words: words.Vocabulary = words.Everything(self._session, banned, settings.vocabulary, self._tensor)
         else:
-            self._words = words.BeginListed(self._session, banned, shortlist)
-        self._tensor = onnxruntime().OrtValue.ortvalue_from_numpy
-        self._options = onnxruntime().RunOptions()
-        self._options.only_execute_path_to_fetches = True  # with a shortlist not the whole output layer
+            self._words = words.Listed(self._session, banned, shortlist, self._tensor)
 
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
         """The most probable token, step by step, until the end symbol or the limit of the row."""
+        if not sources:
+            return []
         source, real = source_batch(sources)
         limits = 2 * real.sum(1) + 20
-        state, said = self._begin(source, real), self._words.of(sources)
+        state, sayable = self._begin(source, real), self._words.of(sources)
         rows, last = np.arange(len(source)), np.full(len(source), BOS, dtype=np.int64)
-        tokens: list[list[int]] = [[] for _ in sources]
-        scores: list[list[float]] = [[] for _ in sources]
+        said: list[list[np.ndarray]] = [[] for _ in sources]
+        scores: list[list[np.ndarray]] = [[] for _ in sources]
         step = 0
         while len(rows):
-            values, state = self._advance(last, step, state, said.fetched)
-            last, score = said.best(values, rows)
-            step += 1
-            for row, token, value in zip(rows.tolist(), last.tolist(), score.tolist(), strict=True):
-                tokens[row].append(token)
-                scores[row].append(value)
+            places, log_probs, state = self._advance(last, step, limits[rows].min() - step, state, sayable)
+            if np.isnan(log_probs).any():
+                raise UserError(NOT_FINITE)
+            step += len(places)
+            for row, own, values in zip(rows.tolist(), sayable.pieces(places).T, log_probs.T, strict=True):
+                said[row].append(own)
+                scores[row].append(values)
+            last = places[-1]
             going = (last != EOS) & (step < limits[rows])
-            if not going.all():
-                rows, last = rows[going], last[going]
-                state = {name: self._tensor(value.numpy()[going]) for name, value in state.items()} if len(rows) else {}
-        return [
-            Decoded(ids[:-1] if ids[-1] == EOS else ids, own, len(ids)) for ids, own in zip(tokens, scores, strict=True)
-        ]
+            rows, last, sayable = rows[going], last[going], sayable.select(going)
+            if len(rows):
+                state = {name: self._tensor(value.numpy()[going]) for name, value in state.items()}
+        return [_decoded(np.concatenate(ids), np.concatenate(own)) for ids, own in zip(said, scores, strict=True)]
 
     def _begin(self, source: np.ndarray, real: np.ndarray) -> dict[str, Any]:
-        """All that a step reads besides the last token: of the source, and nothing of tokens."""
+        """All that a step reads of the source, and nothing of tokens."""
         inputs = {"source": self._tensor(source), "masked": self._tensor(masked(real))}
         memory = zip(self._memory, self._encoder.run_values(self._memory, inputs), strict=True)
         empty = {
-            name: self._tensor(np.zeros((len(source), *shape), dtype=np.float32)) for name, shape in self._past.items()
+            name: self._tensor(np.zeros((len(source), *sizes), dtype=np.float32)) for name, sizes in self._past.items()
         }
         return {"masked": inputs["masked"], **dict(memory), **empty}
 
     def _advance(
-        self, last: np.ndarray, position: int, state: dict[str, Any], fetched: str
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """An output of the step ("logits" or "states") for every row, and the state after `last`."""
-        place = np.array([position], dtype=np.int64)
-        inputs = {"last": self._tensor(last), "position": self._tensor(place), **state}
-        values, *past = self._step.run_values([fetched, *self._after], inputs, self._options)
-        return values.numpy(), {**state, **dict(zip(self._past, past, strict=True))}
+        self, last: np.ndarray, position: int, most: int, state: dict[str, Any], sayable: words.Sayable
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+        """Places and log probabilities (t, B) of what is said after `last` until a row ends, at most `most` steps, and
+        the state then."""
+        given = {
+            "last": self._tensor(last),
+            "position": self._tensor(np.array([position], dtype=np.int64)),
+            "most": self._tensor(np.array(most, dtype=np.int64)),
+            "outside": self._tensor(sayable.outside),
+        }
+        inputs = {**given, **sayable.given, **state}
+        places, log_probs, *past = self._steps.run_values(["tokens", "scores", *self._after], inputs)
+        return places.numpy(), log_probs.numpy(), {**state, **dict(zip(self._past, past, strict=True))}
+
+
+def _decoded(ids: np.ndarray, scores: np.ndarray) -> Decoded:
+    """An output from all that was said, its end symbol among it or cut off."""
+    return Decoded(ids[: len(ids) - (ids[-1] == EOS)].tolist(), scores.tolist(), len(ids))
 
 
 LISTED = ("rows.onnx", "listed.onnx")
-"""What a shortlist needs: rows of the output layer, and the products with them."""
+"""What a shortlist needs of a one-pass model: rows of the output layer, and the products with them."""
 _AT_FIRST = {"said": 0}
 """Sizes that grow with the tokens said, before there are any."""
 _ENGINES: dict[str, type[OnePass] | type[StepByStep]] = {"ctc": OnePass, "autoregressive": StepByStep}

@@ -5,23 +5,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hasten.data.parts import FEWEST_SOURCE_TOKENS
+from hasten.data.tokenizer import SPECIAL_IDS
 from hasten.errors import UserError
 
 SETTINGS = "hasten.json"
-_FORMAT = 2
+_FORMAT = 3
 _MOST_UPSAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class Settings:
     """kind: "ctc" or "autoregressive". compute: how weights are held. max_source_tokens: the longest source, without
-    its end symbol. upsample: frames of a source token. parameters: of the model that was exported. tokenizer: the
-    fingerprint of its tokenizer."""
+    its end symbol. upsample: frames of a source token. vocabulary: pieces of the output layer. parameters: of the model
+    that was exported. tokenizer: the fingerprint of its tokenizer."""
 
     kind: str
     compute: str
     max_source_tokens: int
     upsample: int
+    vocabulary: int
     parameters: int
     tokenizer: str
 
@@ -57,6 +59,7 @@ class Settings:
         ranges = {
             "max_source_tokens": (FEWEST_SOURCE_TOKENS, 2**31),
             "upsample": (1, _MOST_UPSAMPLE),
+            "vocabulary": (len(SPECIAL_IDS), 2**31),
             "parameters": (0, 2**62),
         }
         for name, (least, most) in ranges.items():

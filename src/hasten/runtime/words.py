@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -14,6 +15,8 @@ _FRAMES_AT_ONCE = 256
 Sources = Sequence[Sequence[int]]
 Open = Callable[[str, set[str], set[str]], Any]
 """The session of a graph, by its file's name, its inputs and its outputs."""
+Tensor = Callable[[np.ndarray], Any]
+"""An array as a value of ONNX Runtime."""
 
 
 class Frames(ABC):
@@ -50,111 +53,97 @@ class ListedFrames(Frames):
     """Each source's own list."""
 
     def __init__(self, open_graph: Open, banned: Sequence[int], shortlist: Shortlist):
-        self._layer, self._banned, self._shortlist = _Layer(open_graph), banned, shortlist
+        self._rows, self._banned, self._shortlist = _Rows(open_graph), banned, shortlist
+        self._product = open_graph("listed.onnx", {"states", *self._rows.names}, {"logits"})
 
     def best(self, states: np.ndarray, counts: np.ndarray, sources: Sources) -> tuple[np.ndarray, np.ndarray]:
         """Source by source."""
         found = []
         for own, source in zip(np.split(states, np.cumsum(counts)[:-1]), sources, strict=True):
             ids = self._shortlist.ids(source)
-            places, scores = best(self._layer.logits(own, self._layer.rows(ids)), self._banned)
+            [logits] = self._product.run(["logits"], {"states": own, **self._rows(ids)})
+            places, scores = best(logits, self._banned)
             found.append((ids[places], scores))
         tokens, scores = (np.concatenate(part) for part in zip(*found, strict=True))
         return tokens, scores
 
 
-class Next(ABC):
-    """For models that say one token after the other."""
+@dataclass(frozen=True)
+class Sayable:
+    """What a batch may say, token by token: n pieces, called by their places, those of all special ids first.
 
-    fetched: str
-    """The output of a step that `best` reads: everything beyond it need not be computed."""
+    ids (n): which pieces they are, ascending; None: all, so that places are ids. given: what the steps read of them.
+    outside (B or 1, n): -inf where a row does not list a piece itself.
+    """
+
+    ids: np.ndarray | None
+    given: dict[str, Any]
+    outside: np.ndarray
+
+    def select(self, rows: np.ndarray) -> "Sayable":
+        """Of rows of the batch, by truth values."""
+        return self if len(self.outside) == 1 else replace(self, outside=self.outside[rows])
+
+    def pieces(self, places: np.ndarray) -> np.ndarray:
+        """Ids from places."""
+        return places if self.ids is None else self.ids[places]
+
+
+class Vocabulary(ABC):
+    """What an autoregressive model may say, for any batch."""
 
     @abstractmethod
-    def best(self, values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The most probable id of each row, these rows of the batch, and its log probability."""
+    def of(self, sources: Sources) -> Sayable:
+        """What these may say."""
 
 
 @final
-class EveryNext(Next):
-    """Every piece."""
+class Everything(Vocabulary):
+    """Every piece; the whole output layer is kept."""
 
-    fetched = "logits"
+    def __init__(self, open_graph: Open, banned: Sequence[int], size: int, tensor: Tensor):
+        self._all = Sayable(
+            None, _given(_Rows(open_graph), np.arange(size), banned, tensor), np.zeros((1, size), np.float32)
+        )
 
-    def __init__(self, banned: Sequence[int]):
-        self._banned = banned
-
-    def best(self, values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of logits (R, V)."""
-        return best(values, self._banned)
+    def of(self, sources: Sources) -> Sayable:
+        """The same for all."""
+        return self._all
 
 
 @final
-class ListedNext(Next):
+class Listed(Vocabulary):
     """What any source lists, in one small matrix for all steps; a row sees -inf at what it does not list itself."""
 
-    fetched = "states"
+    def __init__(self, open_graph: Open, banned: Sequence[int], shortlist: Shortlist, tensor: Tensor):
+        self._rows, self._banned, self._shortlist, self._tensor = _Rows(open_graph), banned, shortlist, tensor
 
-    def __init__(self, layer: "_Layer", banned: Sequence[int], lists: Sequence[np.ndarray]):
-        self._layer, self._banned = layer, banned
-        self._ids = np.unique(np.concatenate(lists))
-        self._rows = layer.rows(self._ids)
-        self._outside = np.full((len(lists), len(self._ids)), -np.inf, dtype=np.float32)
-        for row, own in zip(self._outside, lists, strict=True):
-            row[np.searchsorted(self._ids, own)] = 0
-
-    def best(self, values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of states (R, D)."""
-        places, scores = best(self._layer.logits(values, self._rows) + self._outside[rows], self._banned)
-        return self._ids[places], scores
-
-
-class Begin(ABC):
-    """How a batch of sources begins."""
-
-    @abstractmethod
-    def of(self, sources: Sources) -> Next:
-        """What they may say."""
-
-
-@final
-class BeginEvery(Begin):
-    """Every piece."""
-
-    def __init__(self, banned: Sequence[int]):
-        self._next = EveryNext(banned)
-
-    def of(self, sources: Sources) -> Next:
-        """The same for all."""
-        return self._next
-
-
-@final
-class BeginListed(Begin):
-    """Each source's own list."""
-
-    def __init__(self, open_graph: Open, banned: Sequence[int], shortlist: Shortlist):
-        self._layer, self._banned, self._shortlist = _Layer(open_graph), banned, shortlist
-
-    def of(self, sources: Sources) -> Next:
+    def of(self, sources: Sources) -> Sayable:
         """Rows of the output layer are gathered here, once."""
-        return ListedNext(self._layer, self._banned, [self._shortlist.ids(source) for source in sources])
+        lists = [self._shortlist.ids(source) for source in sources]
+        ids = np.unique(np.concatenate(lists)) if len(lists) > 1 else lists[0]
+        outside = np.full((len(lists), len(ids)), -np.inf, dtype=np.float32)
+        for row, own in zip(outside, lists, strict=True):
+            row[np.searchsorted(ids, own)] = 0
+        return Sayable(ids, _given(self._rows, ids, self._banned, self._tensor), outside)
 
 
-class _Layer:
+class _Rows:
     """The output layer by rows. All special ids are in every list and come first: their places are their ids."""
 
     def __init__(self, open_graph: Open):
         self._gather = open_graph("rows.onnx", {"ids"}, set())
-        self._names = [output.name for output in self._gather.graph.get_outputs()]
-        self._product = open_graph("listed.onnx", {"states", *self._names}, {"logits"})
+        self.names = [output.name for output in self._gather.graph.get_outputs()]
 
-    def rows(self, ids: np.ndarray) -> dict[str, Any]:
+    def __call__(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of these ids, as the weights are held."""
-        return dict(zip(self._names, self._gather.run(self._names, {"ids": ids}), strict=True))
+        return dict(zip(self.names, self._gather.run(self.names, {"ids": ids}), strict=True))
 
-    def logits(self, states: np.ndarray, rows: dict[str, Any]) -> np.ndarray:
-        """Scores (N, n) of the ids whose rows these are."""
-        return self._product.run(["logits"], {"states": states, **rows})[0]
+
+def _given(rows: _Rows, ids: np.ndarray, banned: Sequence[int], tensor: Tensor) -> dict[str, Any]:
+    never = np.zeros(len(ids), dtype=np.float32)
+    never[banned] = -np.inf
+    return {name: tensor(value) for name, value in ({**rows(ids), "banned": never}).items()}
 
 
 def best(logits: np.ndarray, banned: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
