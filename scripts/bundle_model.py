@@ -2,7 +2,7 @@
 
     python scripts/bundle_model.py runs/NAME NAME --config configs/NAME.toml --data data/en-de --recipe FILE
 
-Stores the weights as float16, scores the stored weights on the test splits (greedy) and writes the model card.
+Stores the weights as float16 or int8, scores the stored weights on the test splits (greedy) and writes the model card.
 """
 
 import argparse
@@ -22,16 +22,17 @@ fill = functools.partial(textwrap.fill, width=116, break_on_hyphens=False)
 PRETRAINED = Path(hasten.__file__).parent / "pretrained"
 
 
-def store(run: Path, directory: Path, config: Path) -> None:
-    """Write the run's weights in half precision, with the public configuration and the tokenizer."""
+def store(run: Path, directory: Path, config: Path, numbers: str) -> None:
+    """Write the run's weights as float16 or int8, with the public configuration and the tokenizer."""
     spec, tokenizer, model = checkpoint.read_run(run)
     public = specs.load(config)
     if (spec.model, spec.training.steps) != (public.model, public.training.steps):
         raise SystemExit(f"{run} was not made by {config}")
     directory.mkdir(exist_ok=True)
     checkpoint.write_run(directory, public, tokenizer)
-    half = {name: tensor.half() for name, tensor in model.state_dict().items()}
-    checkpoint.save_weights(directory / checkpoint.WEIGHTS, half, tokenizer)
+    weights = model.state_dict()
+    small = checkpoint.in_bytes(weights) if numbers == "int8" else {name: t.half() for name, t in weights.items()}
+    checkpoint.save_weights(directory / checkpoint.WEIGHTS, small, tokenizer)
 
 
 def score(directory: Path, corpus: Corpus) -> dict[str, tuple[int, Quality]]:
@@ -44,7 +45,9 @@ def score(directory: Path, corpus: Corpus) -> dict[str, tuple[int, Quality]]:
     return scores
 
 
-def card(name: str, run: Path, corpus: Corpus, scores: dict[str, tuple[int, Quality]], recipe: str) -> str:
+def card(
+    name: str, run: Path, corpus: Corpus, scores: dict[str, tuple[int, Quality]], recipe: str, numbers: str
+) -> str:
     """The model card as Markdown."""
     spec = specs.load(run / checkpoint.CONFIG)
     rows = [row for row in read_metrics(run) if "tokens_per_second" in row]
@@ -77,7 +80,7 @@ def card(name: str, run: Path, corpus: Corpus, scores: dict[str, tuple[int, Qual
     return f"""# {name}
 
 English to German, software documentation and descriptions. Model kind `{spec.model.kind}`, {parameters:,} parameters,
-stored as float16.
+stored as {numbers}.
 
 ## Data
 
@@ -111,12 +114,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--config", type=Path, required=True, help="the configuration that makes the run")
     parser.add_argument("--recipe", type=Path, required=True, help="file with the commands that make the run")
+    parser.add_argument("--numbers", choices=("float16", "int8"), default="float16", help="how weights are stored")
     arguments = parser.parse_args()
     directory = PRETRAINED / arguments.name
-    store(arguments.run, directory, arguments.config)
+    store(arguments.run, directory, arguments.config, arguments.numbers)
     corpus = Corpus.open(arguments.data)
     scores = score(directory, corpus)
-    text = card(arguments.name, arguments.run, corpus, scores, arguments.recipe.read_text(encoding="utf-8").strip())
+    recipe = arguments.recipe.read_text(encoding="utf-8").strip()
+    text = card(arguments.name, arguments.run, corpus, scores, recipe, arguments.numbers)
     (directory / "README.md").write_text(text, encoding="utf-8")
     (arguments.run / "scores.json").write_text(json.dumps({k: q.as_dict() for k, (_, q) in scores.items()}, indent=1))
     print(text)

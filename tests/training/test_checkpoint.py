@@ -92,3 +92,45 @@ def test_only_names_with_equal_shapes_are_copied():
     assert torch.equal(model[0].weight, torch.ones(3, 2))
     assert model[0].weight.dtype == torch.float32
     assert torch.equal(model[1].weight, before)
+
+
+def test_bytes_are_read_back_within_half_a_step_of_every_row(letters, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        "matrix": torch.randn(40, 30, generator=generator) * torch.logspace(-20, 20, 40)[:, None],
+        "vector": torch.randn(30, generator=generator),
+        "seed": torch.tensor([2**60]),
+    }
+    weights["matrix"][7] = 0
+    checkpoint.save_weights(tmp_path / "w.safetensors", checkpoint.in_bytes(weights), letters)
+    found = checkpoint.read_weights(tmp_path / "w.safetensors", letters)
+    assert found.keys() == weights.keys()
+    largest = weights["matrix"].abs().amax(1, keepdim=True)
+    assert ((found["matrix"] - weights["matrix"]).abs() <= largest / 254 * 1.00001).all()
+    assert (found["matrix"] != weights["matrix"]).any()
+    assert (found["matrix"][7] == 0).all()
+    assert torch.equal(found["vector"], weights["vector"].half())
+    assert torch.equal(found["seed"], weights["seed"])
+    size = (tmp_path / "w.safetensors").stat().st_size
+    assert size < 40 * 30 + 40 * 4 + 1000
+
+
+@pytest.mark.parametrize("damage", ["no matrix", "other rows", "floats"])
+def test_scales_without_their_matrix_are_damage(letters, tmp_path, damage):
+    kept = checkpoint.in_bytes({"matrix": torch.ones(4, 3)})
+    if damage == "no matrix":
+        del kept["matrix"]
+    else:
+        kept["matrix"] = torch.ones(3, 3, dtype=torch.int8) if damage == "other rows" else torch.ones(4, 3)
+    checkpoint.save_weights(tmp_path / "w.safetensors", kept, letters)
+    with pytest.raises(UserError, match=r"matrix\.row_scale belongs to no matrix of bytes"):
+        checkpoint.read_weights(tmp_path / "w.safetensors", letters)
+
+
+def test_a_model_kept_in_bytes_is_a_model(run, run_spec, letters):
+    _, _, model = checkpoint.read_run(run)
+    checkpoint.save_weights(run / checkpoint.WEIGHTS, checkpoint.in_bytes(model.state_dict()), letters)
+    _, _, again = checkpoint.read_run(run)
+    for name, tensor in again.state_dict().items():
+        assert tensor.dtype == model.state_dict()[name].dtype
+        assert torch.allclose(tensor, model.state_dict()[name], atol=0.01)
