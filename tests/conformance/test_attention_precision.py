@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.mechanisms import Case, assert_equal, each, each_code, each_mask, gradients, inputs, make_mask
+from conformance.mechanisms import Case, assert_equal, each, each_code, each_mask, gradients, inputs, make_mask, those
 from hasten.attention import Attention, Mask
 
 # Precision, compilation, export
@@ -69,9 +69,20 @@ def test_a_backward_pass_may_stand_within_autocast(case: Case, causal: bool):
 @pytest.mark.usefixtures("unchecked")
 @each_code
 def test_it_compiles_into_one_graph_for_all_lengths(case: Case):
+    compare_compiled(case, "eager")
+
+
+@pytest.mark.usefixtures("unchecked")
+@those(lambda case: case.name in ("full", "average", "performer", "efficient", "compressed, averaged", "heads"))
+def test_its_backward_pass_is_traced_too(case: Case):
+    # Only some: with lengths that are symbols this takes a minute and more where there are many operations.
+    compare_compiled(case, "aot_eager")
+
+
+def compare_compiled(case: Case, backend: str) -> None:
     call = Call(case.build())
     torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
     for length in (7, 5):
         qkv = inputs(length)
         keys = torch.arange(length) < torch.tensor([[length], [3]])
