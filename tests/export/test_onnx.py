@@ -136,6 +136,17 @@ def test_log_probabilities_of_steps_are_those_of_pytorch(tokenizer, tmp_path, na
             state = after
 
 
+@pytest.mark.parametrize("name", ["ctc", "autoregressive", "ssru"])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_scores_that_are_no_numbers_are_refused(tokenizer, tmp_path, name, number):
+    model = build(tokenizer, name)
+    with torch.no_grad():
+        model.encoder.norm.bias[3] = number
+    peer = exported(model, tokenizer, tmp_path / "x")
+    with pytest.raises(UserError, match="not numbers"):
+        peer.decode([tokenizer.encode(LINES[0])])
+
+
 @pytest.mark.parametrize("name", ["autoregressive", "ssru", "average, network"])
 def test_many_steps_at_once_are_many_single_steps_until_a_row_ends(tokenizer, tmp_path, name):
     peer = exported(build(tokenizer, name), tokenizer, tmp_path / "x")

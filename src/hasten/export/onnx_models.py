@@ -252,7 +252,9 @@ class _StepLayers:
         count = g.op("Cast", g.op("Add", self.position, g.numbers(1)), attributes={"to": g.FLOAT})
         mean = g.op("Div", total, count)
         if isinstance(layer.network, nn.Sequential):
-            inner, _, outer = layer.network
+            inner, outer = layer.network[0], layer.network[2]
+            assert isinstance(inner, nn.Linear)
+            assert isinstance(outer, nn.Linear)
             mean = g.linear(g.op("Relu", g.linear(mean, inner.weight, inner.bias)), outer.weight, outer.bias)
         if not isinstance(layer.gate, Gate):
             return mean

@@ -10,7 +10,7 @@ import numpy as np
 
 from hasten.data.shortlist import Shortlist
 from hasten.data.tokenizer import BLANK, BOS, EOS, PAD, SPECIAL_IDS
-from hasten.errors import MissingExtra, UserError
+from hasten.errors import NOT_FINITE, MissingExtra, UserError
 from hasten.runtime import words
 from hasten.runtime.settings import Settings
 
@@ -129,7 +129,7 @@ class StepByStep(Engine):
         read = {"last", "position", "most", "masked", "outside", "banned", *self._memory}
         self._steps = self._session("steps.onnx", read, {"tokens", "scores"})
         past = [entry for entry in self._steps.graph.get_inputs() if entry.name.startswith("past_")]
-        self._past = {entry.name: [_AT_FIRST.get(size, size) for size in entry.shape[1:]] for entry in past}
+        self._past = {entry.name: [_AT_FIRST.get(str(size), size) for size in entry.shape[1:]] for entry in past}
         self._after = [name.replace("past_", "next_") for name in self._past]
         self._tensor = onnxruntime().OrtValue.ortvalue_from_numpy
         banned = [i for i in SPECIAL_IDS if i != EOS]
@@ -196,7 +196,7 @@ def _decoded(ids: np.ndarray, scores: np.ndarray) -> Decoded:
 
 LISTED = ("rows.onnx", "listed.onnx")
 """What a shortlist needs of a one-pass model: rows of the output layer, and the products with them."""
-_AT_FIRST = {"said": 0}
+_AT_FIRST: dict[str, Any] = {"said": 0}
 """Sizes that grow with the tokens said, before there are any."""
 _ENGINES: dict[str, type[OnePass] | type[StepByStep]] = {"ctc": OnePass, "autoregressive": StepByStep}
 
