@@ -32,10 +32,31 @@ from hasten.errors import UserError
 from hasten.models.base import Drafting, GenerationModel, Memory, Scoring, encoded, listing
 from hasten.nn.layout import lay_out
 from hasten.pretrained import resolve
+from hasten.runtime.settings import SETTINGS
 from hasten.spec import RunSpec
 from hasten.training import checkpoint
 
-__all__ = ["Candidate", "LineTooLong", "NBestModel", "OnLong", "Translator", "load"]
+__all__ = ["Candidate", "Drafter", "LineTooLong", "NBestModel", "OnLong", "Translator", "drafter", "load"]
+
+
+class Drafter(Protocol):
+    """What proposes translations for others to check: a `Translator`, or one of `hasten.runtime`."""
+
+    def translate(self, lines: Iterable[str], *, batch_tokens: int) -> list[str]:
+        """One translation a line, in order."""
+        ...
+
+
+def drafter(name: str, device: str = "cpu") -> Drafter:
+    """A model that drafts: one that `load` takes, or a directory of `hasten export --to onnx`.
+
+    The latter has as many threads as PyTorch. Raises `UserError` as they do.
+    """
+    if (Path(name) / SETTINGS).is_file():
+        from hasten import runtime
+
+        return runtime.load(name, threads=torch.get_num_threads())
+    return load(name, device)
 
 
 def load(
@@ -106,7 +127,7 @@ class Translator:
         *,
         beam: int = 1,
         rescorer: "Translator | None" = None,
-        draft: "Translator | None" = None,
+        draft: "Drafter | None" = None,
         batch_tokens: int = 4096,
         on_long: OnLong = "split",
     ) -> list[str]:
@@ -131,7 +152,7 @@ class Translator:
         beam: int = 1,
         n_best: int = 1,
         rescorer: "Translator | None" = None,
-        draft: "Translator | None" = None,
+        draft: "Drafter | None" = None,
         batch_tokens: int = 4096,
         on_long: OnLong = "split",
     ) -> list[list[Candidate]]:
@@ -226,12 +247,12 @@ class Translator:
         self.model.check_rewinds()
         return self.model
 
-    def _drafted(self, draft: "Translator", parts: Sequence[Part], batch_tokens: int) -> list[list[int]]:
+    def _drafted(self, draft: "Drafter", parts: Sequence[Part], batch_tokens: int) -> list[list[int]]:
         """What another model, of any tokenizer, says for every part, in ids of this one."""
         texts = [self.tokenizer.decode(part.ids) for part in parts]
         return [self.tokenizer.encode_target(text) for text in draft.translate(texts, batch_tokens=batch_tokens)]
 
-    def trace(self, line: str, *, draft: "Translator | None" = None) -> list[Frame]:
+    def trace(self, line: str, *, draft: "Drafter | None" = None) -> list[Frame]:
         """Every frame of decoding one line (without a beam); `rows` of a frame numbers the parts of a long line."""
         parts = self._parts(checked([line]), "split")
         if not parts:

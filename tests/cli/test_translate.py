@@ -9,6 +9,7 @@ import pytest
 
 import hasten
 from hasten.cli import main
+from hasten.export.onnx import export
 
 LINES = ["kamo ti.", "", "lunsch\fre, \u2028mo!", " \t", "nul \x00 nul", "tire tire 😀 \u2581", "kamo ti."]
 
@@ -92,6 +93,18 @@ def test_a_draft_changes_nothing_but_the_number_of_passes(run, tiny_run, tmp_pat
     assert run(encoded(LINES), *options, model="autoregressive") == (0, expected, "")
     rows = [json.loads(row) for row in (tmp_path / "t").read_text(encoding="utf-8").split("\n")[:-1]]
     assert {row["kind"] for row in rows} == {"append"}
+    assert all(len(row["pieces"]) > 1 for row in rows if row["iteration"] > 0)
+
+
+def test_a_model_in_onnx_runtime_may_draft(run, tiny_run, tmp_path: Path):
+    pytest.importorskip("onnx", reason="the extra onnx is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
+    own = hasten.load(tiny_run("autoregressive"))
+    export(own.model, own.tokenizer, tmp_path / "x", max_source_tokens=own.max_source_tokens)
+    expected = run(encoded(LINES), model="autoregressive")[1]
+    options = ["--draft", str(tmp_path / "x"), "--trace", str(tmp_path / "t")]
+    assert run(encoded(LINES), *options, model="autoregressive") == (0, expected, "")
+    rows = [json.loads(row) for row in (tmp_path / "t").read_text(encoding="utf-8").split("\n")[:-1]]
     assert all(len(row["pieces"]) > 1 for row in rows if row["iteration"] > 0)
 
 

@@ -41,13 +41,14 @@ class HastenDecoder:
         import torch
 
         import hasten
+        from hasten.translator import drafter
 
         torch.set_num_threads(threads)
         self.beam = contestant.beam
         shortlist = contestant.shortlist or None
         self.translator = hasten.load(contestant.model, decoding=contestant.decoding, shortlist=shortlist)
         self.rescorer = hasten.load(contestant.rescorer) if contestant.rescorer else None
-        self.draft = hasten.load(contestant.draft) if contestant.draft else None
+        self.draft = drafter(contestant.draft) if contestant.draft else None
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """As users do, but with the whole batch at once."""

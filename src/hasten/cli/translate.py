@@ -19,7 +19,7 @@ from hasten.errors import UserError
 
 if TYPE_CHECKING:
     from hasten.data.parts import Candidate
-    from hasten.translator import Translator
+    from hasten.translator import Drafter, Translator
 
 _Search: TypeAlias = "Callable[[Sequence[str]], list[list[Candidate]]]"
 _BATCH_TOKENS = 4096
@@ -40,7 +40,7 @@ def translate(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Model whose outputs --model checks: its own, in fewer passes.", show_default=False),
+        typer.Option(help="Model, or its export to ONNX, whose outputs --model checks.", show_default=False),
     ] = None,
     decoding: Annotated[
         list[str] | None,
@@ -87,8 +87,9 @@ def translate(
 
     --beam on a model that says all at once is the number of outputs side by side (lengths, fertilities).
 
-    --draft changes nothing about the translations: --model, an autoregressive one, reads the output of another, which
-    may be of any kind, and keeps of it what it would have said itself. --trace then has an object for every pass.
+    --draft changes nothing about the translations: --model, an autoregressive one, reads the output of another, of any
+    kind or in a directory of `hasten export --to onnx`, and keeps of it what it would have said itself. --trace then
+    has an object for every pass.
 
     --shortlist says each line in the few hundred pieces that a table lists for it: the output layer is computed for
     these alone. Probabilities and scores are then over the list, as if no other piece existed.
@@ -181,22 +182,23 @@ class _Asked:
         if self.runtime == "onnx" and found:
             raise UserError(f"--runtime onnx decodes greedily on a CPU: leave out {', '.join(found)}, or --runtime")
 
-    def search(self) -> "tuple[_Search, Translator | None, Translator | None]":
+    def search(self) -> "tuple[_Search, Translator | None, Drafter | None]":
         """What translates lines; in PyTorch also the model and the one that drafts."""
         if self.runtime == "onnx":
             return self._in_onnx(), None, None
         translator = self._load(self.model, self.decoding, self.shortlist)
-        judge, drafter = (None if one is None else self._load(one) for one in (self.rescorer, self.draft))
+        judge = None if self.rescorer is None else self._load(self.rescorer)
+        draft = None if self.draft is None else self._drafter(self.draft)
         search = partial(
             translator.candidates,
             beam=self.width,
             n_best=self.nbest or 1,
             rescorer=judge,
-            draft=drafter,
+            draft=draft,
             batch_tokens=self.batch_tokens or _BATCH_TOKENS,
             on_long=self.on_long,
         )
-        return search, translator, drafter
+        return search, translator, draft
 
     def _in_onnx(self) -> "_Search":
         from hasten.runtime.translator import BATCH_TOKENS, load
@@ -212,6 +214,11 @@ class _Asked:
         from hasten.translator import load
 
         return load(model, self.device, decoding=decoding, shortlist=shortlist)
+
+    def _drafter(self, draft: str) -> "Drafter":
+        from hasten.translator import drafter
+
+        return drafter(draft, self.device)
 
 
 @dataclass(frozen=True)
@@ -251,7 +258,7 @@ class _Job:
 
     search: "_Search"
     translator: "Translator | None"
-    draft: "Translator | None"
+    draft: "Drafter | None"
     nbest: int | None
     scores: bool
     log: _Sink | None
