@@ -150,6 +150,10 @@ def test_files_that_do_not_belong_together_are_told(pairs, tokenizer, words, tmp
         shutil.copy(pairs[other][1] / "encoder.onnx", out / f"{name}.onnx")
         with pytest.raises(UserError, match=rf"{name}\.onnx is the graph of something else"):
             load(out)
+    settings = json.loads((out / "hasten.json").read_text())
+    (out / "hasten.json").write_text(json.dumps({**settings, "vocabulary": 2**31}))
+    with pytest.raises(UserError, match="says that it has 2147483648 pieces, its tokenizer has 400"):
+        load(out)
 
 
 def test_a_graph_that_computes_something_else_is_told_and_nothing_besides(pairs, tmp_path: Path, capfd):

@@ -30,6 +30,11 @@ def load(directory: str | Path, *, threads: int = 0, shortlist: str | Path | Non
     tokenizer = Tokenizer.load(directory / "tokenizer.model")
     if tokenizer.fingerprint != settings.tokenizer:
         raise UserError(f"{directory / 'tokenizer.model'} is not the tokenizer of this model; export the model again")
+    if tokenizer.vocab_size != settings.vocabulary:
+        raise UserError(
+            f"{directory} says that it has {settings.vocabulary} pieces, its tokenizer has {tokenizer.vocab_size}; "
+            "export the model again"
+        )
     table = None if shortlist is None else Shortlist.load(shortlist).check(tokenizer, str(shortlist))
     return RuntimeTranslator(engine.load(directory, settings, threads, table), tokenizer)
 
