@@ -1,5 +1,6 @@
 """A trained model with its tokenizer: text in, text out."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def drafter(name: str, device: str = "cpu") -> Drafter:
 
     The latter has as many threads as PyTorch. Raises `UserError` as they do.
     """
-    if (Path(name) / SETTINGS).is_file():
+    if os.path.isfile(os.path.join(name, SETTINGS)):  # unlike Path it takes any text for a name
         from hasten import runtime
 
         return runtime.load(name, threads=torch.get_num_threads())

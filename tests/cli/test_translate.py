@@ -147,6 +147,7 @@ def test_a_long_line_is_split_or_ends_the_run_after_the_lines_before_it(run):
         (["--beam", "2", "--rescorer", "no-such-model"], "no model 'no-such-model'"),
         (["--draft", "x", "--nbest", "2"], "--draft is for one output without a beam"),
         (["--draft", "no-such-model"], "no model 'no-such-model'"),
+        (["--draft", "x" * 5000], "no model 'xxxx"),
         (["--decoding", "iterations=4"], "have no settings of decoding to change"),
         (["--confidence", "2"], "--confidence"),
         (["--batch-tokens", "0"], "--batch-tokens"),

@@ -165,7 +165,7 @@ def by_passes(kind: str, dictionary: Corpus, directory: Path, decoding: Callable
 
 
 def test_refinement_learns_to_pronounce_and_further_passes_spoil_nothing(dictionary, tmp_path: Path):
-    # That further passes mend something takes eight times as long to learn: see docs/pronunciation.md.
+    # That further passes mend something takes longer to learn: see docs/pronunciation.md.
     settings = lambda passes: RefinementDecoding(iterations=passes, adaptive=False)  # noqa: E731
     reached = by_passes("refinement", dictionary, tmp_path / "run", settings)
     assert reached[1] <= 0.45
