@@ -1,5 +1,6 @@
 """What a user of `hasten shortlist` sees, and of the verbs that take its table."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hasten.cli import main
 from hasten.data import shortlist
 from hasten.data.corpus import Corpus, Pair, write_corpus
 from hasten.data.shortlist import Shortlist
+from hasten.training.metrics import quality
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,22 @@ def test_lines_are_said_in_their_lists(place, monkeypatch, tmp_path):
     expected = hasten.load(place / "model", shortlist=tmp_path / "x").translate(["kamo ti.", "lunsch re, mo!"])
     found = translated(monkeypatch, place, tmp_path, "--model", "model", "--shortlist", tmp_path / "x")
     assert found == (0, "".join(line + "\n" for line in expected))
+
+
+def test_an_evaluation_scores_what_is_said_in_lists_beside_what_is_said_in_all(place, monkeypatch, capsys, tmp_path):
+    assert verb(monkeypatch, place, *COMMAND, "--out", tmp_path / "x", "--translations", 2, "--frequent", 1) == 0
+    files = ("--json", tmp_path / "scores", "--output", tmp_path / "said")
+    options = ("--model", "model", "--baseline", "model", "--shortlist", tmp_path / "x")
+    assert verb(monkeypatch, place, "evaluate", "--data", "data", "--split", "valid", *options, *files) == 0
+    source, target = Corpus.open(place / "data").pairs("valid")
+    listed = hasten.load(place / "model", shortlist=tmp_path / "x").translate(source)
+    free = hasten.load(place / "model").translate(source)
+    assert (tmp_path / "said").read_text(encoding="utf-8").splitlines() == listed != free
+    scores = json.loads((tmp_path / "scores").read_text(encoding="utf-8"))
+    assert (scores["shortlist"], scores["chrf"]) == (str(tmp_path / "x"), quality(listed, target).chrf)
+    assert "shortlist" not in scores["baseline"]
+    assert scores["baseline"]["chrf"] == quality(free, target).chrf
+    assert f"model shortlist={tmp_path / 'x'}" in capsys.readouterr().out
 
 
 def test_a_draft_is_of_a_model_that_says_all(place, monkeypatch, capsys, tmp_path):

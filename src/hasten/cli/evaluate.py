@@ -39,11 +39,13 @@ class _Contestant:
     beam: int
     rescorer: str | None = None
     decoding: tuple[str, ...] = ()
+    shortlist: Path | None = None
 
     @property
     def label(self) -> str:
         """The model with what differs from its own way."""
         chosen = [f"rescorer={self.rescorer}"] if self.rescorer else []
+        chosen += [f"shortlist={self.shortlist}"] if self.shortlist else []
         return " ".join([self.model, *chosen, *self.decoding])
 
 
@@ -58,6 +60,7 @@ class _Result:
 
     def as_dict(self) -> dict[str, Any]:
         chosen: dict[str, Any] = {"rescorer": self.by.rescorer} if self.by.rescorer else {}
+        chosen |= {"shortlist": str(self.by.shortlist)} if self.by.shortlist else {}
         chosen |= {"decoding": list(self.by.decoding)} if self.by.decoding else {}
         return {
             "model": self.by.model,
@@ -84,6 +87,9 @@ def evaluate(
     rescorer: Annotated[
         str | None, typer.Option(help="Model that chooses among the outputs of --beam.", show_default=False)
     ] = None,
+    shortlist: Annotated[
+        Path | None, typer.Option(help="A table by `hasten shortlist`, for --model.", show_default=False)
+    ] = None,
     decoding: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,7 +113,9 @@ def evaluate(
 
     Example: hasten evaluate --model en-de-ctc --baseline en-de-teacher --data data/en-de
     """
-    check_distinct(read={"--src": src, "--ref": ref}, written={"--json": json, "--output": output})
+    check_distinct(
+        read={"--src": src, "--ref": ref, "--shortlist": shortlist}, written={"--json": json, "--output": output}
+    )
     test_set = _read(data, split, src, ref, limit)
     if baseline is None and baseline_beam is not None:
         raise UserError("--baseline-beam without --baseline; name the other model")
@@ -122,7 +130,7 @@ def evaluate(
         torch.set_num_threads(threads)
     if rescorer is not None and beam == 1:
         raise UserError("--rescorer has one output to choose from; widen --beam")
-    own = _Contestant(model, beam, rescorer, tuple(decoding or ()))
+    own = _Contestant(model, beam, rescorer, tuple(decoding or ()), shortlist)
     others = [] if baseline is None else [_Contestant(baseline, baseline_beam or beam)]
     results = [_translate(contestant, test_set, batch_tokens, device) for contestant in (own, *others)]
     differences = _compare(results, test_set.target)
@@ -160,7 +168,7 @@ def _translate(by: _Contestant, test_set: _TestSet, batch_tokens: int, device: s
     from hasten.training.metrics import quality
 
     name = by.label
-    translator = hasten.load(by.model, device=device, decoding=by.decoding)
+    translator = hasten.load(by.model, device=device, decoding=by.decoding, shortlist=by.shortlist)
     judge = None if by.rescorer is None else hasten.load(by.rescorer, device=device)
     _warn(by.model, translator, test_set)
     typer.echo(f"{name}: translating {len(test_set.source):,} sentences", err=True)
