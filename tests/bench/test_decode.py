@@ -4,7 +4,7 @@ import pytest
 
 from hasten.bench.contestant import Contestant
 from hasten.bench.decode import ParityError, Plan, check_parity, percentile, run, write_rows
-from hasten.bench.report import COLUMNS, cells, markdown, picture, plain, read_rows
+from hasten.bench.report import COLUMNS, cells, legend, markdown, picture, plain, read_rows
 from hasten.bench.worker import HastenDecoder
 from hasten.errors import UserError
 from hasten.export.certificate import sentences
@@ -59,6 +59,14 @@ def test_the_picture_is_drawn_for_one_and_for_two_panels(rows, tmp_path):
     picture([*rows, *({**row, "threads": 2} for row in rows)], tmp_path / "two.png")
     for name in ("one.png", "two.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_names_what_is_there_and_nothing_else(rows):
+    named = lambda rows: [line.get_label() for line in legend(rows)]  # noqa: E731
+    slow, onnx = {**rows[0], "engine": "hasten", "passes": 9.5, "beam": 1}, {**rows[0], "engine": "onnx", "beam": 1}
+    assert named([slow]) == ["PyTorch"]
+    assert named([onnx, {**slow, "passes": 1}]) == ["PyTorch, one pass", "ONNX Runtime"]
+    assert named([{**slow, "beam": 5}]) == ["PyTorch", "beam search"]
 
 
 def test_a_decoder_that_depends_on_its_batch_is_not_timed():

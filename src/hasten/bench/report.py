@@ -9,6 +9,7 @@ from hasten.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
     from rich.table import Table
 
 Row = dict[str, Any]
@@ -27,6 +28,12 @@ COLUMNS = (
     "MiB",
     "parameters",
 )
+_FAMILIES = {
+    "hasten": "PyTorch",
+    "one pass": "PyTorch, one pass",
+    "onnx": "ONNX Runtime",
+    "ctranslate2": "CTranslate2",
+}
 _COLOURS = {"hasten": "#0b6e99", "one pass": "#c8442d", "ctranslate2": "#8a8a8a", "onnx": "#5b8c3e"}
 
 
@@ -116,10 +123,27 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     caption = f"{first['sentences']} sentences of {first['data']} · {first['cpu']}, {first['cores']} cores"
     figure.suptitle("Quality against the time of one sentence", x=0.01, ha="left", fontsize=13)
     figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, color="#666666")
+    panels[-1].legend(handles=legend(rows), loc="lower right", fontsize=8, frameon=False)  # slow and poor: seldom
     figure.canvas.draw()  # settles limits and layout, which the places of labels depend on
     for axes, n in zip(panels, threads, strict=True):
         _label(axes, points[n])
     figure.savefig(path)
+
+
+def legend(rows: Sequence[Row]) -> "list[Line2D]":
+    """What the colours and marks that are used stand for."""
+    from matplotlib.lines import Line2D
+
+    dot = {"color": "none", "markersize": 7, "markeredgecolor": "none"}
+    used = {_family(row) for row in rows}
+    entries = [
+        Line2D([], [], marker="o", markerfacecolor=_COLOURS[family], label=name, **dot)
+        for family, name in _FAMILIES.items()
+        if family in used
+    ]
+    if any(row["beam"] != 1 for row in rows):
+        entries.append(Line2D([], [], marker="D", markerfacecolor="#444444", label="beam search", **dot))
+    return entries
 
 
 def _panel(axes: "Axes", rows: Sequence[Row]) -> list[Point]:
@@ -151,6 +175,8 @@ def _label(axes: "Axes", points: Sequence[Point]) -> None:
     assert figure is not None
     scale = figure.dpi / 72
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in (axes.transData.transform(point[:2]) for point in points)]
+    if (legend := axes.get_legend()) is not None:
+        taken.append(legend.get_window_extent().extents)
     for x, y, text, colour in points:
         lines = text.split("\n")
         size = (max(map(len, lines)) * 4.6 * scale, 10.5 * len(lines) * scale)
