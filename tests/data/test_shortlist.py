@@ -1,5 +1,7 @@
 """The table: what is in a list, and what a file of one must be."""
 
+import io
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,44 @@ def test_a_table_of_another_tokenizer_is_refused(pairs, tokenizer, words):
         table.check(Tokenizer.train(words, 390), "x.npz")
 
 
+def test_a_table_with_more_or_fewer_pieces_than_its_tokenizer_is_refused(pairs, tokenizer, tmp_path: Path):
+    table = shortlist.build(pairs, tokenizer)
+    fewer = {"offsets": table.offsets[:101], "targets": table.targets[:0], "common": np.arange(7)}
+    fewer["offsets"] = np.zeros(101, dtype=np.int64)
+    more = {"offsets": np.append(table.offsets, table.offsets[-1:])}
+    for changes in (fewer, more):
+        with pytest.raises(
+            UserError, match=rf"x is damaged: it has (100|401) pieces, its tokenizer {tokenizer.vocab_size}"
+        ):
+            Shortlist.load(saved(tmp_path / "x", table, **changes)).check(tokenizer, "x")
+
+
+def test_a_file_is_a_table_or_one_clear_error_whatever_happened_to_its_bytes(pairs, tokenizer, tmp_path: Path):
+    path = tmp_path / "x"
+    shortlist.build(pairs, tokenizer).save(path)
+    good, generator, refused = path.read_bytes(), np.random.default_rng(1), 0
+    directory = good.index(b"PK\x01\x02")
+    changed = [(6, 1), (8, 99), (directory + 8, 1), (directory + 10, 99), (directory + 6, 79)]
+    changed += [(int(i), int(generator.integers(256))) for i in generator.integers(len(good), size=150)]
+    for place, value in changed:
+        data = bytearray(good)
+        data[place] = value
+        path.write_bytes(data)
+        try:
+            Shortlist.load(path)
+        except UserError:
+            refused += 1
+    assert refused > 30
+    header = b"{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000000,), }".ljust(117) + b"\n"
+    for bad in (header, b"((((".ljust(117) + b"\n"):
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr("format.npy", b"\x93NUMPY\x01\x00" + len(bad).to_bytes(2, "little") + bad + b"\x01" * 64)
+        path.write_bytes(data.getvalue())
+        with pytest.raises(UserError, match="no shortlist, or damaged"):
+            Shortlist.load(path)
+
+
 def test_coverage_counts_pieces_and_whole_targets(pairs, tokenizer):
     table = shortlist.build(pairs, tokenizer, translations=2, frequent=3)
     found = shortlist.coverage(table, pairs)
@@ -89,7 +129,11 @@ def test_what_is_no_table_is_refused_in_one_line(pairs, tokenizer, tmp_path: Pat
         {"offsets": table.offsets[::-1].copy()},
         {"offsets": None},
         {"offsets": np.array(3)},
+        {"offsets": np.full(len(table.offsets), np.nan)},
+        {"targets": table.targets.astype(complex)},
+        {"targets": table.targets.astype(str)},
         {"format": np.array("x")},
+        {"format": np.array(np.inf)},
         {"fingerprint": np.array([255], dtype=np.uint8)},
     )
     for changes in damaged:

@@ -1,7 +1,7 @@
 """Which target pieces a sentence may need: a table, read and asked with numpy alone."""
 
 import io
-import zipfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,10 @@ class Shortlist:
             raise UserError(
                 f"{name} is for another tokenizer than the model's: make one for this model with `hasten shortlist`"
             )
+        if self.vocab_size != tokenizer.vocab_size:
+            raise UserError(
+                f"{name} is damaged: it has {self.vocab_size} pieces, its tokenizer {tokenizer.vocab_size}; {_ADVICE}"
+            )
         return self
 
     def save(self, path: str | Path) -> None:
@@ -82,12 +86,13 @@ class Shortlist:
                 f"cannot read the shortlist {path}: {error.strerror}; `hasten shortlist` makes one"
             ) from error
         try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            with warnings.catch_warnings(), np.load(io.BytesIO(content), allow_pickle=False) as file:
+                warnings.simplefilter("error")  # numpy warns of what it doubts
                 found: dict[str, Any] = {name: file[name] for name in file.files}
-            version = int(found["format"])
-            if version == _FORMAT:
-                return _checked(found)
-        except (ValueError, KeyError, TypeError, EOFError, AttributeError, OSError, zipfile.BadZipFile) as error:
+                version = int(found["format"])
+                if version == _FORMAT:
+                    return _checked(found)
+        except Exception as error:  # of a dozen kinds: the archive's, the compression's, the header's, the numbers'
             raise UserError(f"{path} is no shortlist, or damaged; {_ADVICE}") from error
         raise UserError(f"{path} has format {version}, this hasten reads {_FORMAT}; {_ADVICE}")
 
@@ -95,7 +100,10 @@ class Shortlist:
 def _checked(found: dict[str, Any]) -> Shortlist:
     """The table in a file's arrays; `ValueError` where they cannot be one."""
     fingerprint = found["fingerprint"].tobytes().decode("ascii")
-    common, offsets, targets = (found[name].astype(np.int64) for name in ("common", "offsets", "targets"))
+    arrays = [found[name] for name in ("common", "offsets", "targets")]
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays):
+        raise ValueError("arrays that are no lists of whole numbers")
+    common, offsets, targets = (array.astype(np.int64) for array in arrays)
     size = len(offsets) - 1
     ids = np.concatenate((common, targets))
     ordered = size > 0 and offsets[0] == 0 and offsets[-1] == len(targets) and (np.diff(offsets) >= 0).all()
