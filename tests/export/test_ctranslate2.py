@@ -157,6 +157,22 @@ def test_an_export_that_was_cut_off_can_be_replaced(tokenizer, tmp_path):
     assert (out / "model.bin").exists()
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_an_export_that_fails_half_way_changes_nothing(tokenizer, tmp_path, monkeypatch, kind):
+    out = export(build(tokenizer), tokenizer, tmp_path / "ct2")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def fail(*_):
+        raise kind(28, "No space left on device")
+
+    monkeypatch.setattr(Tokenizer, "save", fail)
+    for directory, force in ((out, True), (tmp_path / "new" / "y", False)):
+        with pytest.raises(UserError if kind is OSError else kind, match="No space left"):
+            export(build(tokenizer), tokenizer, directory, force=force)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_unknown_quantization_is_named(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"'int3' is unknown.*int8"):
         export(build(tokenizer), tokenizer, tmp_path / "ct2", quantization="int3")

@@ -313,6 +313,47 @@ def test_a_directory_in_use_is_kept(tokenizer, tmp_path):
         export(model, tokenizer, tmp_path / "y", max_source_tokens=150, compute="int3")
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_an_export_that_fails_half_way_changes_nothing(tokenizer, tmp_path, monkeypatch, kind):
+    out, model = tmp_path / "x", build(tokenizer, "ctc")
+    exported(model, tokenizer, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def fail(*_):
+        raise kind(28, "No space left on device")
+
+    monkeypatch.setattr(Tokenizer, "save", fail)
+    for directory, force in ((out, True), (tmp_path / "new" / "y", False)):
+        with pytest.raises(UserError if kind is OSError else kind, match="No space left"):
+            export(build(tokenizer, "12-1"), tokenizer, directory, max_source_tokens=150, force=force)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_export_left_is_in_nobodys_way(tokenizer, tmp_path):
+    out = tmp_path / "x"
+    (out / ".growing").mkdir(parents=True)
+    (out / ".growing" / "encoder.onnx").write_bytes(b"half")
+    exported(build(tokenizer, "ctc"), tokenizer, out)
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["README.md", "encoder.onnx", "hasten.json", "listed.onnx", "output.onnx", "rows.onnx", "tokenizer.model"]
+    )
+    exported(build(tokenizer, "12-1"), tokenizer, tmp_path / "y")
+    (tmp_path / "y" / "hasten.json").unlink()  # leaves first and comes last
+    with pytest.raises(UserError, match="no model for ONNX Runtime"):
+        Settings.read(tmp_path / "y")
+    export(build(tokenizer, "ctc"), tokenizer, tmp_path / "y", max_source_tokens=150, force=True)
+    assert {path.name for path in (tmp_path / "y").iterdir()} == {path.name for path in out.iterdir()}
+
+
+def test_a_folder_by_the_name_of_a_graph_is_kept(tokenizer, tmp_path):
+    (tmp_path / "x" / "encoder.onnx").mkdir(parents=True)
+    (tmp_path / "x" / "encoder.onnx" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="not overwritten"):
+        export(build(tokenizer, "ctc"), tokenizer, tmp_path / "x", max_source_tokens=150, force=True)
+    assert (tmp_path / "x" / "encoder.onnx" / "thesis.txt").exists()
+
+
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
 def test_a_missing_package_names_its_extra(tokenizer, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)

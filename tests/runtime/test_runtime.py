@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import hasten
 from hasten.cli import main
+from hasten.data import shortlist
 from hasten.decoding.ctc_beam import collapse_scored
 from hasten.errors import UserError
 from hasten.export.onnx import export
@@ -117,6 +119,14 @@ def test_a_mistake_is_one_line(pairs, tmp_path: Path):
         assert done.stderr.decode().startswith("error: ")
         assert problem in done.stderr.decode()
         assert done.stderr.count(b"\n") == 1
+    closed = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m hasten.runtime {out} >&-"], input=b"x\n", capture_output=True
+    )
+    assert (closed.returncode, closed.stderr.count(b"\n")) == (2, 1)
+    assert closed.stderr.startswith(b"error: stdout is closed")
+    command = [sys.executable, "-m", "hasten.runtime", str(out), "--batch-tokens", "0"]
+    done = subprocess.run(command, input=b"", capture_output=True)
+    assert (done.returncode, done.stderr) == (2, b"error: batch_tokens is 0, allowed 1 or more\n")
     long = b"kamo\n" + b"ti " * 400 + b"\n"
     command = [sys.executable, "-m", "hasten.runtime", str(out), "--on-long", "error"]
     done = subprocess.run(command, input=long, capture_output=True)
@@ -154,6 +164,44 @@ def test_files_that_do_not_belong_together_are_told(pairs, tokenizer, words, tmp
     (out / "hasten.json").write_text(json.dumps({**settings, "vocabulary": 2**31}))
     with pytest.raises(UserError, match="says that it has 2147483648 pieces, its tokenizer has 400"):
         load(out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_two_exports_are_never_taken_for_one_model(pairs, kind, words, tokenizer, tmp_path: Path):
+    translator, out = pairs[kind]
+    other, limit = hasten.load(translator.directory), translator.max_source_tokens
+    with torch.no_grad():
+        other.model.embedding.weight += 1e-3  # what another training of the same configuration gives
+    export(other.model, other.tokenizer, tmp_path / "other", max_source_tokens=limit)
+    shortlist.everything(tokenizer).save(tmp_path / "all")
+    for name in [path.name for path in out.glob("*.onnx")]:
+        mixed = shutil.copytree(out, tmp_path / name)
+        shutil.copy(tmp_path / "other" / name, mixed)
+        table = tmp_path / "all" if kind == "ctc" and name in engine.LISTED else None
+        with pytest.raises(
+            UserError, match=rf"{name} is of another export than hasten\.json beside it; export .* again"
+        ):
+            load(mixed, shortlist=table)
+    export(translator.model, translator.tokenizer, tmp_path / "same", max_source_tokens=limit)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "same").iterdir()} == {
+        p.name: p.read_bytes() for p in out.iterdir()
+    }
+
+
+def test_a_damaged_graph_is_told_and_nothing_is_written_where_translations_go(pairs, tmp_path: Path, capfd):
+    for place in range(0, 400, 8):
+        out = shutil.copytree(pairs["autoregressive"][1], tmp_path / "x", dirs_exist_ok=True)
+        data = bytearray((out / "steps.onnx").read_bytes())
+        data[place : place + 2] = b"\xff\xfe"
+        (out / "steps.onnx").write_bytes(data)
+        with suppress(UserError):
+            load(out)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_directory_of_any_name_is_read(pairs, tmp_path: Path):
+    out = shutil.copytree(pairs["ctc"][1], tmp_path / "two words \udcff ü")
+    assert load(out).translate(["kamo ti."]) == pairs["ctc"][0].translate(["kamo ti."])
 
 
 def test_a_graph_that_computes_something_else_is_told_and_nothing_besides(pairs, tmp_path: Path, capfd):

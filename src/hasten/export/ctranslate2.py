@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hasten.attention.multihead import MultiHeadAttention
 from hasten.data.tokenizer import BOS, EOS, UNK, Tokenizer
+from hasten.directories import renewed, replaceable
 from hasten.errors import UserError
 from hasten.export.engine import engine
 from hasten.models.autoregressive import Autoregressive
@@ -56,32 +57,18 @@ def export(
     if quantization not in QUANTIZATIONS:
         raise UserError(f"quantization {quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
     exportable = check_exportable(model)
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; give a directory that --out may write")
-    old = _replaceable(directory, force)
+    old = replaceable(directory, "a CTranslate2 model", _FILES, ("tokenizer.model", "README.md"), force=force)
     spec = build_spec(exportable, tokenizer.pieces())
     spec.validate()
     spec.optimize(quantization=quantization)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in old:
-            path.unlink()
-        spec.save(str(directory))
-        tokenizer.save(directory / "tokenizer.model")
-        (directory / "README.md").write_text(_usage(quantization), encoding="utf-8")
+        with renewed(directory, old, last="model.bin") as new:
+            spec.save(str(new))
+            tokenizer.save(new / "tokenizer.model")
+            (new / "README.md").write_text(_usage(quantization), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {directory}: {error.strerror}; give another --out, or --force later") from error
     return directory
-
-
-def _replaceable(directory: Path, force: bool) -> list[Path]:
-    """Refuse a directory in use; with `force` the files of an exported model there, and never anything else."""
-    found = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    if found and not force:
-        raise UserError(f"{directory} is not empty; choose another --out or give --force")
-    if found and (not found <= {*_FILES, "tokenizer.model", "README.md"} or not found & set(_FILES)):
-        raise UserError(f"{directory} holds something else than a CTranslate2 model; it is not overwritten")
-    return [directory / name for name in found]
 
 
 def build_spec(model: Autoregressive, pieces: Sequence[str]) -> Any:

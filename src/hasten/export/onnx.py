@@ -1,18 +1,22 @@
 """Models as directories for ONNX Runtime, which `hasten.runtime` decodes with: no PyTorch is needed there."""
 
+import hashlib
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from hasten.attention.average import AverageLayer
 from hasten.attention.full import FullAttention
 from hasten.attention.multihead import MultiHeadAttention
 from hasten.data.tokenizer import Tokenizer
+from hasten.directories import renewed, replaceable
 from hasten.errors import UserError
 from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
 from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
 from hasten.models.ctc import CTC
-from hasten.runtime.engine import LISTED
+from hasten.runtime.engine import LISTED, STAMP
 from hasten.runtime.settings import SETTINGS, Settings
 
 GRAPHS: dict[str, type[Graph]] = {"float32": Float32Graph, "int8": Int8Graph}
@@ -73,7 +77,7 @@ def export(
         raise UserError(f"compute {compute!r} is unknown; choose one of {', '.join(GRAPHS)}")
     own = check_holdable(model)
     onnx = onnx_package()
-    old = _replaceable(directory, force)
+    old = replaceable(directory, "an ONNX model of hasten", _FILES, _OTHERS, force=force)
     graph, longest = GRAPHS[compute], max_source_tokens + 1  # the end symbol
     graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else autoregressive_graphs(graph, own, longest)
     upsample = own.spec.upsample if isinstance(own, CTC) else 1
@@ -86,31 +90,26 @@ def export(
         len(own.embedding.weight),
         parameters,
         tokenizer.fingerprint,
+        _stamped(graphs.values()),
     )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in old:
-            path.unlink()
-        for name, graph in graphs.items():
-            onnx.save_model(graph, directory / name)
-        tokenizer.save(directory / "tokenizer.model")
-        settings.write(directory)
-        (directory / "README.md").write_text(_usage(compute), encoding="utf-8")
+        with renewed(directory, old, last=SETTINGS) as new:
+            for name, graph in graphs.items():
+                onnx.save_model(graph, new / name)
+            tokenizer.save(new / "tokenizer.model")
+            settings.write(new)
+            (new / "README.md").write_text(_usage(compute), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {directory}: {error.strerror}; give another --out, or --force later") from error
     return directory
 
 
-def _replaceable(directory: Path, force: bool) -> list[Path]:
-    """Refuse a directory in use; with `force` the files of an exported model there, and never anything else."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; give a directory that --out may write")
-    found = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    if found and not force:
-        raise UserError(f"{directory} is not empty; choose another --out or give --force")
-    if found and (not found <= {*_FILES, *_OTHERS} or not found & set(_FILES)):
-        raise UserError(f"{directory} holds something else than an ONNX model of hasten; it is not overwritten")
-    return [directory / name for name in found]
+def _stamped(graphs: Collection[Any]) -> str:
+    """A name of these graphs, by all that is in them, which each keeps: so they are known to belong together."""
+    name = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
+    for graph in graphs:
+        graph.metadata_props.add(key=STAMP, value=name)
+    return name
 
 
 def _usage(compute: str) -> str:

@@ -12,7 +12,7 @@ from hasten.data.shortlist import Shortlist
 from hasten.data.tokenizer import BLANK, BOS, EOS, PAD, SPECIAL_IDS
 from hasten.errors import NOT_FINITE, MissingExtra, UserError
 from hasten.runtime import words
-from hasten.runtime.settings import Settings
+from hasten.runtime.settings import SETTINGS, Settings
 
 
 class Decoded(NamedTuple):
@@ -29,6 +29,10 @@ def onnxruntime() -> Any:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
         raise MissingExtra("onnxruntime", "onnx") from error
+
+
+STAMP = "hasten"
+"""The key of what all graphs of one export have in common."""
 
 
 class Session:
@@ -73,13 +77,18 @@ class Engine(ABC):
         options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
         options.log_severity_level = 4  # what goes wrong is told by the error
         try:
-            session = package.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            # The fallback is the same provider again, and words on stdout, where translations go.
+            session = package.InferenceSession(
+                _given(path), options, providers=["CPUExecutionProvider"], enable_fallback=0
+            )
         except Exception as error:  # of many kinds, and every one means the same to the user
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"{path} cannot be loaded: {reason}; export the model again") from error
         given = [{entry.name for entry in entries} for entries in (session.get_inputs(), session.get_outputs())]
         if not inputs <= given[0] or not outputs <= given[1]:
             raise UserError(f"{path} is the graph of something else; export the model again")
+        if session.get_modelmeta().custom_metadata_map.get(STAMP) != self.settings.graphs:
+            raise UserError(f"{path} is of another export than {SETTINGS} beside it; export the model again")
         return Session(path, session)
 
 
@@ -192,6 +201,15 @@ class StepByStep(Engine):
 def _decoded(ids: np.ndarray, scores: np.ndarray) -> Decoded:
     """An output from all that was said, its end symbol among it or cut off."""
     return Decoded(ids[: len(ids) - (ids[-1] == EOS)].tolist(), scores.tolist(), len(ids))
+
+
+def _given(path: Path) -> Path | bytes:
+    """A file as ONNX Runtime takes it: by its path or, where that is no text in UTF-8, by its content."""
+    try:
+        str(path).encode("utf-8")
+        return path
+    except UnicodeEncodeError:
+        return path.read_bytes()
 
 
 LISTED = ("rows.onnx", "listed.onnx")

@@ -9,7 +9,7 @@ from hasten.data.tokenizer import SPECIAL_IDS
 from hasten.errors import UserError
 
 SETTINGS = "hasten.json"
-_FORMAT = 3
+_FORMAT = 4
 _MOST_UPSAMPLE = 1000
 
 
@@ -17,7 +17,7 @@ _MOST_UPSAMPLE = 1000
 class Settings:
     """kind: "ctc" or "autoregressive". compute: how weights are held. max_source_tokens: the longest source, without
     its end symbol. upsample: frames of a source token. vocabulary: pieces of the output layer. parameters: of the model
-    that was exported. tokenizer: the fingerprint of its tokenizer."""
+    that was exported. tokenizer: the fingerprint of its tokenizer. graphs: the name that each of its graphs keeps."""
 
     kind: str
     compute: str
@@ -26,6 +26,7 @@ class Settings:
     vocabulary: int
     parameters: int
     tokenizer: str
+    graphs: str
 
     def write(self, directory: Path) -> None:
         """Write them into a directory."""
@@ -53,7 +54,7 @@ class Settings:
 
     def _check(self) -> None:
         """ValueError for what is of another type or out of range."""
-        for name in ("kind", "compute", "tokenizer"):
+        for name in ("kind", "compute", "tokenizer", "graphs"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name} is {value!r}, no text")
         ranges = {
