@@ -28,7 +28,10 @@ def run(given: Sequence[str] | None = None) -> None:
     wanted = arguments(given)
     if sys.stdin is None:
         raise UserError("stdin is closed; give lines to translate")
+    if sys.stdout is None:
+        raise UserError("stdout is closed; translations go there, send them to a file or to /dev/null")
     translator = load(wanted.directory, threads=wanted.threads, shortlist=wanted.shortlist)
+    translator.candidates([], batch_tokens=wanted.batch_tokens)  # what it cannot do is told before it waits for lines
 
     def said(lines: Sequence[str]) -> str:
         found = translator.candidates(lines, batch_tokens=wanted.batch_tokens, on_long=wanted.on_long)
@@ -61,6 +64,9 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+    except MemoryError:
+        print("error: this machine has too little memory for that; use smaller --batch-tokens", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
