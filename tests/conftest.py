@@ -1,8 +1,9 @@
-"""What every test shares: the shapes written in signatures are enforced, where it is all tensors."""
+"""What every test shares: the shapes written in signatures are enforced, in the files that have any."""
 
 import inspect
 import os
 import sys
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
@@ -16,9 +17,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 hypothesis.settings.register_profile("any-machine", deadline=None)
 hypothesis.settings.load_profile("any-machine")
 
-CHECKED = ("hasten.attention", "hasten.decoding", "hasten.models", "hasten.nn")
-
+SOURCE = Path(__file__).parent.parent / "src"
+# Only files with shapes: in the others, of which some are called a thousand times a test, there is nothing to check.
+CHECKED = tuple(
+    ".".join(file.relative_to(SOURCE).with_suffix("").parts)
+    for part in ("attention", "decoding", "models", "nn")
+    for file in sorted((SOURCE / "hasten" / part).rglob("*.py"))
+    if "jaxtyping" in file.read_text(encoding="utf-8")
+)
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+
+
+def pytest_configure() -> None:
+    """Seeds only for what is there: `torch.manual_seed` writes down the stack for each device that is not."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
 """Models learn a real task, words to phonemes, through the path that users take.
 
-Measured on one core of an AMD EPYC with AVX512-BF16, phoneme error rates and seconds of computing: 0.307 autoregressive
-(47 s); 0.263 one-pass (53 s); 0.341 by the NAT, whose labels are what the autoregressive model reads, and 0.311 where
-that model chooses among ten candidates (68 s); 0.424, 0.397 and 0.382 by Mask-Predict in 1, 4 and 10 passes (46 s).
-On a core without such units: 0.393, 0.394 and 0.394 by refinement in 1, 4 and 10 passes (142 s).
+Measured on an AMD EPYC without bfloat16 units, phoneme error rates after 200 updates: 0.369 autoregressive; 0.318
+one-pass; 0.381 by the NAT, whose labels are what the autoregressive model reads, and 0.350 where that model chooses
+among ten candidates; 0.508, 0.464 and 0.454 by Mask-Predict in 1, 4 and 10 passes; 0.430 by refinement, which learnt
+in two passes. What they reach after longer training is in docs/pronunciation.md.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from hasten.translator import Translator
 
 pytestmark = pytest.mark.slow
 
-HELD_OUT, LEARNT = 1000, 20_000
+HELD_OUT, LEARNT = 600, 12_000
 SHAPES = {
     "autoregressive": {"decoder_layers": 2},
     "ctc": {"refiner_layers": 1, "upsample": 2},
     "nat": {"decoder_layers": 2, "label_smoothing": 0.0},
-    "refinement": {"decoder_layers": 2, "label_smoothing": 0.0},
+    "refinement": {"decoder_layers": 2, "label_smoothing": 0.0, "train_iterations": 2},
     "mask_predict": {"decoder_layers": 2, "label_smoothing": 0.0},
 }
 
@@ -91,8 +91,8 @@ def learn(
 ) -> tuple[specs.RunSpec, GenerationModel, Tokenizer, loop.Task]:
     """A small model after so many steps, with what it was made from; untrained, it says next to nothing right."""
     shape = {"d_model": 64, "n_heads": 4, "d_ff": 256, "encoder_layers": 2, "dropout": 0.05}
-    training = {"steps": 300, "batch_tokens": 1000, "learning_rate": 3e-3, "warmup": 30,
-                "decay": 0.5, "save_every": 300, "average": 1, "validate_sentences": 0}  # fmt: skip
+    training = {"steps": 200, "batch_tokens": 1000, "learning_rate": 3e-3, "warmup": 30,
+                "decay": 0.5, "save_every": 200, "average": 1, "validate_sentences": 0}  # fmt: skip
     spec = specs.parse(
         {
             "data": {"path": str(dictionary.directory), **data},
@@ -124,14 +124,14 @@ def valid(dictionary: Corpus) -> loop.Task:
 def test_an_autoregressive_model_learns_to_pronounce(teacher: Translator, dictionary: Corpus):
     reached = error_rate(teacher.model, teacher.tokenizer, valid(dictionary))
     print(f"autoregressive: phoneme error rate {reached:.3f}")
-    assert reached <= 0.36
+    assert reached <= 0.42
 
 
 def test_a_one_pass_model_learns_to_pronounce(dictionary: Corpus, tmp_path: Path):
     _, learnt, tokenizer, task = learn("ctc", dictionary, tmp_path / "run")
     reached = error_rate(learnt, tokenizer, task)
     print(f"ctc: phoneme error rate {reached:.3f}")
-    assert reached <= 0.32
+    assert reached <= 0.36
 
 
 def test_a_nat_learns_to_pronounce_and_its_teacher_finds_better_candidates(teacher, dictionary: Corpus, tmp_path: Path):
@@ -147,8 +147,8 @@ def test_a_nat_learns_to_pronounce_and_its_teacher_finds_better_candidates(teach
     reached = [wrong_share(output, task) for output in outputs]
     print(f"nat: phoneme error rate {reached[0]:.3f}, of 10 candidates the teacher's choice {reached[1]:.3f}")
     print(f"nat: the teacher's mean log probability {thought[0]:.3f} and {thought[1]:.3f}")
-    assert reached[0] <= 0.39
-    assert reached[1] <= reached[0] - 0.015  # measured: 0.030 better
+    assert reached[0] <= 0.43
+    assert reached[1] <= reached[0] - 0.015  # measured: 0.031 better
     assert thought[1] >= thought[0]
 
 
@@ -168,7 +168,7 @@ def test_refinement_learns_to_pronounce_and_further_passes_spoil_nothing(diction
     # That further passes mend something takes longer to learn: see docs/pronunciation.md.
     settings = lambda passes: RefinementDecoding(iterations=passes, adaptive=False)  # noqa: E731
     reached = by_passes("refinement", dictionary, tmp_path / "run", settings)
-    assert reached[1] <= 0.45
+    assert reached[1] <= 0.49
     assert reached[4] <= reached[1] + 0.01
     assert reached[10] <= reached[4] + 0.01
 
@@ -176,6 +176,6 @@ def test_refinement_learns_to_pronounce_and_further_passes_spoil_nothing(diction
 def test_mask_predict_learns_to_pronounce_and_says_it_better_in_more_passes(dictionary, tmp_path: Path):
     settings = lambda passes: MaskedSpec(iterations=passes)  # noqa: E731
     reached = by_passes("mask_predict", dictionary, tmp_path / "run", settings)
-    assert reached[4] <= reached[1] - 0.011  # measured: 0.027 better
-    assert reached[10] <= reached[4] + 0.002  # measured: 0.015 better
-    assert reached[10] <= 0.44
+    assert reached[4] <= reached[1] - 0.011  # measured: 0.044 better
+    assert reached[10] <= reached[4] + 0.002  # measured: 0.011 better
+    assert reached[10] <= 0.5
