@@ -91,6 +91,28 @@ def test_a_file_is_a_table_or_one_clear_error_whatever_happened_to_its_bytes(pai
             Shortlist.load(path)
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_a_table_that_cannot_be_written_leaves_the_old_one(pairs, tokenizer, tmp_path: Path, monkeypatch, kind):
+    (tmp_path / "x").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    write = Path.write_bytes
+
+    def fail(path: Path, data: bytes) -> int:
+        write(path, data[:9])
+        raise kind(28, "No space left on device")
+
+    table = shortlist.build(pairs, tokenizer)
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(UserError if kind is OSError else kind, match="No space left"):
+        table.save(tmp_path / "x")
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["link", "x"]
+    assert (tmp_path / "x").read_bytes() == b"old"
+    table.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert Shortlist.load(tmp_path / "x").fingerprint == table.fingerprint
+
+
 def test_coverage_counts_pieces_and_whole_targets(pairs, tokenizer):
     table = shortlist.build(pairs, tokenizer, translations=2, frequent=3)
     found = shortlist.coverage(table, pairs)

@@ -1,6 +1,7 @@
 """Which target pieces a sentence may need: a table, read and asked with numpy alone."""
 
 import io
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Shortlist:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write it; equal tables are equal bytes."""
+        """Write it; equal tables are equal bytes. A file that is there stays whole until the new one is."""
         small = np.uint16 if self.vocab_size <= 2**16 else np.int32
         content = io.BytesIO()
         np.savez_compressed(
@@ -72,7 +73,7 @@ class Shortlist:
             targets=self.targets.astype(small),
         )
         try:
-            Path(path).write_bytes(content.getvalue())
+            _write(Path(path), content.getvalue())
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -95,6 +96,19 @@ class Shortlist:
         except Exception as error:  # of a dozen kinds: the archive's, the compression's, the header's, the numbers'
             raise UserError(f"{path} is no shortlist, or damaged; {_ADVICE}") from error
         raise UserError(f"{path} has format {version}, this hasten reads {_FORMAT}; {_ADVICE}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    if path.exists() and not path.is_file():  # a device, a pipe
+        path.write_bytes(data)
+        return
+    path = path.resolve()  # what a link leads to is replaced, not the link
+    growing = path.with_name(f"{path.name}.new")
+    try:
+        growing.write_bytes(data)
+        os.replace(growing, path)
+    finally:
+        growing.unlink(missing_ok=True)
 
 
 def _checked(found: dict[str, Any]) -> Shortlist:
