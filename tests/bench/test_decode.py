@@ -99,6 +99,11 @@ def test_a_draft_changes_the_passes_and_nothing_else(models):
     assert drafted.translate(LINES[:1]) == greedy.translate(LINES[:1])
 
 
+def test_a_draft_for_a_model_that_checks_none_is_refused_in_one_line(models):
+    with pytest.raises(UserError, match="CTC models check no drafts; an autoregressive model does"):
+        HastenDecoder(Contestant(str(models["ctc"]), draft=str(models["ar"])), threads=1)
+
+
 @pytest.mark.parametrize(
     ("values", "share", "expected"), [([3.0], 0.95, 3.0), (range(1, 101), 0.95, 95), (range(1, 21), 0.95, 19)]
 )

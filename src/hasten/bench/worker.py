@@ -49,6 +49,7 @@ class HastenDecoder:
         self.translator = hasten.load(contestant.model, decoding=contestant.decoding, shortlist=shortlist)
         self.rescorer = hasten.load(contestant.rescorer) if contestant.rescorer else None
         self.draft = drafter(contestant.draft) if contestant.draft else None
+        self.translate([])  # refuses what the models cannot do together
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """As users do, but with the whole batch at once."""
@@ -66,14 +67,14 @@ class HastenDecoder:
 
         model, tokenizer, shortlist = self.translator.model, self.translator.tokenizer, self.translator.shortlist
         if self.beam > 1:
-            return [(tokenizer.encode(text), None) for text in self.translate(lines)]
+            return [(tokenizer.encode_target(text), None) for text in self.translate(lines)]
         sources = [tokenizer.encode(line.strip()) for line in lines]
         source, mask = source_batch(sources)
         if self.draft is None:
             lists = None if shortlist is None else [torch.from_numpy(shortlist.ids(ids)) for ids in sources]
             frames = refine(model, source, mask, lists=lists)
         else:
-            drafts = [tokenizer.encode(text) for text in self.draft.translate(lines, batch_tokens=_UNLIMITED)]
+            drafts = [tokenizer.encode_target(text) for text in self.draft.translate(lines, batch_tokens=_UNLIMITED)]
             frames = exact(model, source, mask, drafts)  # type: ignore[arg-type]
         decoded = final(frames, len(lines))
         return [(model.output_ids(row.tokens), row.iterations) for row in decoded]
