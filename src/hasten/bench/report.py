@@ -175,8 +175,8 @@ def _label(axes: "Axes", points: Sequence[Point]) -> None:
     assert figure is not None
     scale = figure.dpi / 72
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in (axes.transData.transform(point[:2]) for point in points)]
-    if (legend := axes.get_legend()) is not None:
-        taken.append(legend.get_window_extent().extents)
+    if (shown := axes.get_legend()) is not None:
+        taken.append(shown.get_window_extent().extents)
     for x, y, text, colour in points:
         lines = text.split("\n")
         size = (max(map(len, lines)) * 4.6 * scale, 10.5 * len(lines) * scale)
