@@ -2,6 +2,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def build(tokenizer: Tokenizer, name: str) -> Autoregressive | CTC:
 
 
 def exported(model, tokenizer: Tokenizer, directory: Path, compute: str = "float32") -> engine.Engine:
-    export(model, tokenizer, directory, max_source_tokens=150, compute=compute)
+    export(model, tokenizer, directory, max_source_tokens=150, compute=compute, calibration=LINES[:20])
     return engine.load(directory, Settings.read(directory), 1)
 
 
@@ -183,12 +184,91 @@ def test_integer_weights_are_a_quarter_and_stay_close(tokenizer, tmp_path, name)
     model = build(tokenizer, name)
     whole, small = (exported(model, tokenizer, tmp_path / c, c) for c in ("float32", "int8"))
     sources = [tokenizer.encode(line) for line in LINES[:8]]
-    first = [[np.mean(row.scores) for row in peer.decode(sources)] for peer in (whole, small)]
+    first = [[row.scores[0] for row in peer.decode(sources)] for peer in (whole, small)]
     assert np.allclose(*first, atol=0.5)
     assert not np.allclose(*first, atol=1e-5)
-    positions = 4 * 32 * sum({"ctc": (151, 302), "autoregressive": (151, 322)}[name])
+    positions = 4 * 32 * sum({"ctc": (151, 302), "autoregressive": (151, 322, 322)}[name])
     sizes = [sum(file.stat().st_size for file in (tmp_path / c).glob("*.onnx")) for c in ("float32", "int8")]
     assert sizes[1] - positions < 0.6 * (sizes[0] - positions)
+
+
+def test_a_product_of_integers_is_the_product_of_what_they_stand_for(tmp_path):
+    """Extreme bytes, too: sums of products do not saturate, and inputs out of reach are held at its ends."""
+    import onnx
+    import onnxruntime
+
+    from hasten.export.calibration import Ranges
+    from hasten.export.onnx_graph import Int8Graph
+
+    weight, bias = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)), torch.arange(24.0)
+    weight[0], weight[1], weight[2] = 1.0, -1.0, 0.0  # bytes 255, 1 and 128, all through
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
+    x[0], x[1], x[2] = 3.0, -2.0, 50.0
+    ranges = Ranges()
+    ranges.see(weight, torch.tensor([-2.0, 3.0]))
+    graph = Int8Graph(ranges)
+    graph.output(graph.linear(graph.input("x", "FLOAT", ["n", 64]), weight, bias), "y", ["n", 24])
+    onnx.save_model(graph.model("product"), tmp_path / "x.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "x.onnx", providers=["CPUExecutionProvider"])
+    [found] = session.run(None, {"x": x.numpy()})
+    scales = weight.abs().amax(1, keepdim=True).clamp_min(1e-20) / 127
+    kept = (weight / scales).round() * scales
+    step = 5 / 255
+    zero = round(2 / step)
+    held = ((x / step).round() + zero).clamp(0, 255).sub(zero) * step
+    assert np.allclose(found, held @ kept.T + bias, atol=1e-3)
+    assert float(held.max()) == pytest.approx(3, abs=step)
+    [alone] = session.run(None, {"x": x[4:5].numpy()})
+    assert (alone == found[4:5]).all()
+
+
+@pytest.mark.parametrize("name", ["ctc", "average, network", "shared, weights", "ssru"])
+def test_calibration_sees_what_reaches_every_matrix(tokenizer, name):
+    from hasten.export.calibration import calibrate
+
+    for model in (build(tokenizer, name), lay_out(build(tokenizer, name))):
+        seen = []
+        hook = (
+            model.encoder.layers[1]
+            .get_submodule("feed_forward_norm")
+            .register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
+        )
+        ranges = calibrate(model, tokenizer, ["", *LINES[:5]], 150)
+        hook.remove()
+        feed_forward: Any = model.encoder.layers[1].get_submodule("feed_forward")
+        reached = torch.cat([output.flatten() for output in seen])
+        assert ranges.of(feed_forward.inner.weight) == (float(reached.min()), float(reached.max()))
+        assert ranges.of(feed_forward.outer.weight).low == 0, "after relu"
+
+
+def test_blocks_of_one_matrix_have_ranges_of_their_own():
+    from hasten.export.calibration import Ranges
+
+    for layout in (torch.zeros(12, 7), torch.zeros(7, 12).T, torch.zeros(24, 7)[12:]):
+        ranges = Ranges()
+        for block, high in ((slice(0, 4), 1.0), (slice(4, 12), 2.0)):
+            ranges.see(layout[block], torch.tensor([high, 0.5]))
+        assert ranges.of(layout[:4]) == (0, 1)
+        assert ranges.of(layout[8:]) == (0, 2)
+        assert ranges.of(layout) == (0, 2)
+        with pytest.raises(UserError, match="reached only a part"):
+            ranges.of(torch.zeros(12, 7))
+        for number in (torch.nan, torch.inf):
+            with pytest.raises(UserError, match="not numbers"):
+                ranges.see(layout[:1], torch.tensor([number]))
+
+
+def test_int8_without_a_sentence_to_calibrate_with_is_refused(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="no sentence to calibrate with"):
+        export(
+            build(tokenizer, "ctc"),
+            tokenizer,
+            tmp_path / "x",
+            max_source_tokens=20,
+            compute="int8",
+            calibration=["", " ", "word " * 90],
+        )
+    assert not (tmp_path / "x").exists()
 
 
 def test_quantised_rows_are_within_half_a_step():

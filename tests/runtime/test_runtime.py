@@ -177,7 +177,7 @@ def test_files_of_two_exports_are_never_taken_for_one_model(pairs, kind, words, 
     for name in [path.name for path in out.glob("*.onnx")]:
         mixed = shutil.copytree(out, tmp_path / name)
         shutil.copy(tmp_path / "other" / name, mixed)
-        table = tmp_path / "all" if kind == "ctc" and name in engine.LISTED else None
+        table = tmp_path / "all" if name in engine.LISTED else None
         with pytest.raises(
             UserError, match=rf"{name} is of another export than hasten\.json beside it; export .* again"
         ):

@@ -29,6 +29,10 @@ def export(
         Path | None, typer.Option(help="Lines to compare the engines on; else test sentences.", show_default=False)
     ] = None,
     sentences: Annotated[int, typer.Option(min=1, help="How many lines to compare.")] = 200,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="onnx int8: lines that show what activations reach; else validation.", show_default=False),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an exported model in --out.")] = False,
 ) -> None:
     """Export a model and prove that it says the same: equal greedy outputs, equal log probabilities.
@@ -41,6 +45,9 @@ def export(
     to differ. For ctranslate2 their float32 twin is certified, and how many sentences stay the same is told; for onnx
     their outputs must stay close to those of float32: how close is in certificate.json.
 
+    int8 in onnx rounds activations, too: what they reach is seen on 200 lines of --calibrate, else of the validation
+    set, else on the sentences that come with hasten.
+
     Example: hasten export --to ctranslate2 --model en-de-teacher --out en-de-ct2 --quantization int8
     """
     import hasten
@@ -48,13 +55,18 @@ def export(
     from hasten.export.onnx_graph import onnx_package
     from hasten.runtime.engine import onnxruntime
 
+    if calibrate is not None and (to != Target.onnx or not (int8 or quantization == "int8")):
+        raise UserError("--calibrate is for --to onnx --int8 only; leave it out")
     if int8 and quantization not in ("float32", "int8"):
         raise UserError(f"--int8 and --quantization {quantization} say two things; leave one out")
     numbers = "int8" if int8 else quantization
     for package in [engine] if to == Target.ctranslate2 else [onnx_package, onnxruntime]:
         package()
-    write = _to_ctranslate2 if to == Target.ctranslate2 else _to_onnx
-    write(hasten.load(model), out, numbers, certify, sentences, force)
+    translator = hasten.load(model)
+    if to == Target.ctranslate2:
+        _to_ctranslate2(translator, out, numbers, certify, sentences, force)
+    else:
+        _to_onnx(translator, out, numbers, certify, calibrate, sentences, force)
 
 
 def _to_ctranslate2(
@@ -66,7 +78,7 @@ def _to_ctranslate2(
     from hasten.export import ctranslate2 as target
 
     exportable = target.check_exportable(translator.model)
-    lines = _lines(translator, certify)[0][:sentences]
+    lines = _lines(translator, certify, "test")[0][:sentences]
     directory = target.export(exportable, translator.tokenizer, out, quantization=quantization, force=force)
     typer.echo(f"wrote {directory} ({quantization}); comparing {len(lines)} sentences", err=True)
     with tempfile.TemporaryDirectory() as twin:
@@ -81,19 +93,26 @@ def _to_ctranslate2(
 
 
 def _to_onnx(
-    translator: "Translator", out: Path, compute: str, certify: Path | None, sentences: int, force: bool
+    translator: "Translator",
+    out: Path,
+    compute: str,
+    certify: Path | None,
+    calibrate: Path | None,
+    sentences: int,
+    force: bool,
 ) -> None:
     from hasten.export import onnx as target
     from hasten.export import onnx_certificate as certificate
 
     holdable = target.check_holdable(translator.model)
-    lines, references = _lines(translator, certify)
+    lines, references = _lines(translator, certify, "test")
     directory = target.export(
         holdable,
         translator.tokenizer,
         out,
         max_source_tokens=translator.max_source_tokens,
         compute=compute,
+        calibration=_lines(translator, calibrate, "valid")[0] if compute == "int8" else None,
         force=force,
     )
     lines = lines[:sentences]
@@ -105,19 +124,19 @@ def _to_onnx(
         raise typer.Exit(1)
 
 
-def _lines(translator: "Translator", certify: Path | None) -> tuple[list[str], list[str] | None]:
-    """The sentences to compare on, and their references where there are any."""
+def _lines(translator: "Translator", file: Path | None, split: str) -> tuple[list[str], list[str] | None]:
+    """Lines of a file, of a split of the model's data, or those that ship, and references where there are any."""
     from hasten.data.corpus import Corpus
     from hasten.data.text import read_lines
     from hasten.export.certificate import sentences
 
-    if certify is not None:
-        lines = [line for line in read_lines(certify) if line.strip()]
+    if file is not None:
+        lines = [line for line in read_lines(file) if line.strip()]
         if not lines:
-            raise UserError(f"{certify} has no line with text; give sentences to compare the engines on")
+            raise UserError(f"{file} has no line with text; give sentences")
         return lines, None
     try:
         path = translator.spec.data.path if translator.spec else ""
-        return Corpus.open(path).pairs("test")
+        return Corpus.open(path).pairs(split)
     except UserError:
         return sentences(), None

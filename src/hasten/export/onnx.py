@@ -1,7 +1,8 @@
 """Models as directories for ONNX Runtime, which `hasten.runtime` decodes with: no PyTorch is needed there."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hasten.attention.multihead import MultiHeadAttention
 from hasten.data.tokenizer import Tokenizer
 from hasten.directories import renewed, replaceable
 from hasten.errors import UserError
+from hasten.export.calibration import calibrate
+from hasten.export.certificate import sentences
 from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
 from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs
 from hasten.models.autoregressive import Autoregressive
@@ -19,7 +22,7 @@ from hasten.models.ctc import CTC
 from hasten.runtime.engine import LISTED, STAMP
 from hasten.runtime.settings import SETTINGS, Settings
 
-GRAPHS: dict[str, type[Graph]] = {"float32": Float32Graph, "int8": Int8Graph}
+COMPUTE = ("float32", "int8")
 _FILES = ("encoder.onnx", "output.onnx", "steps.onnx", "step.onnx", *LISTED, SETTINGS)
 _OTHERS = ("tokenizer.model", "README.md", "certificate.json")
 
@@ -64,21 +67,27 @@ def export(
     *,
     max_source_tokens: int,
     compute: str = "float32",
+    calibration: Sequence[str] | None = None,
     force: bool = False,
 ) -> Path:
     """Write `model` as a directory for `hasten.runtime`; returns the directory.
 
     max_source_tokens: the longest source; lines with more are split as `Translator` splits them. compute: "float32" or
-    "int8". Raises `UserError` for a model that cannot be written or a directory in the way, `MissingExtra` without
-    onnx. It certifies nothing: see `hasten.export.onnx_certificate`.
+    "int8". calibration: source lines that show int8 what activations reach; None: those that come with hasten. Raises
+    `UserError` for a model that cannot be written or a directory in the way, `MissingExtra` without onnx. It certifies
+    nothing: see `hasten.export.onnx_certificate`.
     """
     directory = Path(directory)
-    if compute not in GRAPHS:
-        raise UserError(f"compute {compute!r} is unknown; choose one of {', '.join(GRAPHS)}")
+    if compute not in COMPUTE:
+        raise UserError(f"compute {compute!r} is unknown; choose one of {', '.join(COMPUTE)}")
     own = check_holdable(model)
     onnx = onnx_package()
     old = replaceable(directory, "an ONNX model of hasten", _FILES, _OTHERS, force=force)
-    graph, longest = GRAPHS[compute], max_source_tokens + 1  # the end symbol
+    graph: Callable[[], Graph] = Float32Graph
+    if compute == "int8":
+        lines = sentences() if calibration is None else calibration
+        graph = partial(Int8Graph, calibrate(own, tokenizer, lines, max_source_tokens))
+    longest = max_source_tokens + 1  # the end symbol
     graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else autoregressive_graphs(graph, own, longest)
     upsample = own.spec.upsample if isinstance(own, CTC) else 1
     parameters = sum(parameter.numel() for parameter in own.parameters())
@@ -94,8 +103,8 @@ def export(
     )
     try:
         with renewed(directory, old, last=SETTINGS) as new:
-            for name, graph in graphs.items():
-                onnx.save_model(graph, new / name)
+            for name, written in graphs.items():
+                onnx.save_model(written, new / name)
             tokenizer.save(new / "tokenizer.model")
             settings.write(new)
             (new / "README.md").write_text(_usage(compute), encoding="utf-8")

@@ -12,8 +12,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from hasten.errors import MissingExtra
+from hasten.export.calibration import Range, Ranges
 
 OPSET, IR_VERSION = 17, 8
+ONNX_RUNTIME = "com.microsoft"
+"""The name under which ONNX Runtime has operations of its own."""
 MASKED = "masked"
 """The input (B, 1, 1, S) that is added to scores: 0 on real keys, -inf on padding."""
 
@@ -50,21 +53,26 @@ class Graph(ABC):
     def rows(self, table: Tensor, ids: str) -> str:
         """Rows of a table (V, D) by ids of any shape."""
 
-    @abstractmethod
     def some_rows(self, weight: Tensor, ids: str) -> None:
-        """Outputs: the rows of a matrix (V, D) by a vector of ids, as `linear_by_rows` reads them."""
+        """Outputs: the rows of a matrix (V, D) by a vector of ids, as floats: packing bytes anew at every product would
+        cost more than they save."""
+        self.output(self.rows(weight, ids), "rows", ["listed", weight.shape[1]])
 
-    @abstractmethod
     def given_rows(self, width: int) -> None:
         """Inputs: rows W (n, D) of width D, as `some_rows` leaves them."""
+        self.input("rows", "FLOAT", ["listed", width])
 
-    @abstractmethod
     def linear_by_rows(self, x: str, plus: str = "") -> str:
         """x W^T, of x (N, D) and the given rows W (n, D); plus (N or 1, n), where it is given."""
+        return self.op("Gemm", x, "rows", *[plus] * bool(plus), attributes={"transB": 1})
 
-    @abstractmethod
     def rows_at(self, places: str) -> str:
         """(N, D): the given rows at these places (N)."""
+        return self.op("Gather", "rows", places)
+
+    @abstractmethod
+    def _empty(self) -> "Graph":
+        """Another graph of this kind."""
 
     def input(self, name: str, kind: str, shape: Sequence[str | int]) -> str:
         """Declare an input: its element type as onnx names it, its sizes or their names."""
@@ -98,6 +106,10 @@ class Graph(ABC):
         """A node with one output."""
         return self._node(kind, inputs, [f"{self._prefix}{kind.lower()}_{len(self._nodes)}"], attributes or {})[0]
 
+    def fused(self, kind: str, *inputs: str, attributes: dict[str, Any] | None = None) -> str:
+        """A node with one output of ONNX Runtime's own, several of the standard's in one."""
+        return self.op(kind, *inputs, attributes={**(attributes or {}), "domain": ONNX_RUNTIME})
+
     def split(self, x: str, parts: int, axis: int) -> list[str]:
         """Equal parts of `x` along an axis, which need not be named: they must divide a size that is known."""
         names = [f"{self._prefix}split_{len(self._nodes)}_{i}" for i in range(parts)]
@@ -123,7 +135,7 @@ class Graph(ABC):
 
     def body(self) -> "Graph":
         """An empty graph for `repeat`, which sees everything of this one; its constants are kept here."""
-        inner = type(self)()
+        inner = self._empty()
         inner._constants, inner._prefix = self._constants, f"{self._prefix}body_{len(self._nodes)}_"
         return inner
 
@@ -142,7 +154,8 @@ class Graph(ABC):
         """The finished graph, checked."""
         helper, own = self._onnx.helper, [*self._constants.values()]
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, own)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="hasten")
+        sets = [helper.make_opsetid("", OPSET), helper.make_opsetid(ONNX_RUNTIME, 1)]
+        model = helper.make_model(graph, opset_imports=sets, producer_name="hasten")
         model.ir_version = IR_VERSION
         self._onnx.checker.check_model(model)
         return model
@@ -156,6 +169,9 @@ class Graph(ABC):
 class Float32Graph(Graph):
     """Weights as they are."""
 
+    def _empty(self) -> Graph:
+        return Float32Graph()
+
     def linear(self, x: str, weight: Tensor, bias: Tensor | None = None) -> str:
         """One matrix product."""
         shift = [] if bias is None else [self.constant(array(bias))]
@@ -165,71 +181,31 @@ class Float32Graph(Graph):
         """A look-up."""
         return self.op("Gather", self.constant(array(table)), ids)
 
-    def some_rows(self, weight: Tensor, ids: str) -> None:
-        """One matrix."""
-        self.output(self.rows(weight, ids), "rows", ["listed", weight.shape[1]])
-
-    def given_rows(self, width: int) -> None:
-        """One matrix."""
-        self.input("rows", "FLOAT", ["listed", width])
-
-    def linear_by_rows(self, x: str, plus: str = "") -> str:
-        """One matrix product."""
-        return self.op("Gemm", x, "rows", *[plus] * bool(plus), attributes={"transB": 1})
-
-    def rows_at(self, places: str) -> str:
-        """A look-up."""
-        return self.op("Gather", "rows", places)
-
 
 @final
 class Int8Graph(Graph):
-    """Weights as 8 bit integers, one scale for each output; activations as 8 bit integers, one scale for each row.
+    """Weights as 8 bit integers, one scale for each output; activations as 8 bit integers, one scale for each product.
 
-    w = scale_out (q_w - 128) and x = scale_row (q_x - 128), both symmetric and both unsigned: a product of two unsigned
-    bytes is summed without saturating on every processor (signed weights saturate where there is no VNNI). Rows have
-    scales of their own, found while decoding, so that what a sentence decodes to cannot depend on its batch.
+    w = scale_out (q_w - 128) and x = scale (q_x - zero), both unsigned: a product of two unsigned bytes is summed
+    without saturating on every processor (signed weights saturate where there is no VNNI). Scales of activations are
+    constants, from what calibration saw, so that what a sentence decodes to cannot depend on its batch.
     """
+
+    def __init__(self, ranges: Ranges) -> None:
+        super().__init__()
+        self._ranges = ranges
+
+    def _empty(self) -> Graph:
+        return Int8Graph(self._ranges)
 
     def linear(self, x: str, weight: Tensor, bias: Tensor | None = None) -> str:
         """A product of integers, times both scales."""
         integers, scales = quantised(array(weight))
-        y = self._product(x, self.constant(integers.T), self.constant(scales))
-        return y if bias is None else self.op("Add", y, self.constant(array(bias)))
-
-    def some_rows(self, weight: Tensor, ids: str) -> None:
-        """Integers, as columns, and scales."""
-        integers, scales = quantised(array(weight))
-        columns = self.transpose(self.op("Gather", self.constant(integers), ids), 1, 0)
-        self.output(columns, "columns", [weight.shape[1], "listed"], "UINT8")
-        self.output(self.op("Gather", self.constant(scales), ids), "scales", ["listed"])
-
-    def given_rows(self, width: int) -> None:
-        """Integers, as columns, and scales."""
-        self.input("columns", "UINT8", [width, "listed"])
-        self.input("scales", "FLOAT", ["listed"])
-
-    def linear_by_rows(self, x: str, plus: str = "") -> str:
-        """The same integers, and so the same scores, as `linear` has for all rows."""
-        y = self._product(x, "columns", "scales")
-        return self.op("Add", y, plus) if plus else y
-
-    def rows_at(self, places: str) -> str:
-        """Integers times their scales, as `rows` has them."""
-        found = self.transpose(self.op("Gather", "columns", places, attributes={"axis": 1}), 1, 0)
-        centred = self.op("Sub", self.op("Cast", found, attributes={"to": self.FLOAT}), self.number(128.0))
-        return self.op("Mul", centred, self.op("Unsqueeze", self.op("Gather", "scales", places), self.numbers(1)))
-
-    def _product(self, x: str, integers: str, scales: str) -> str:
-        largest = self.op("ReduceMax", self.op("Abs", x), attributes={"axes": [-1], "keepdims": 1})
-        # A row of zeros has a scale, too; any but 0 serves.
-        scale = self.op("Mul", self.op("Max", largest, self.number(1e-20)), self.number(1 / 127))
-        centred = self.op("Add", self.op("Div", x, scale), self.number(128.0))
-        rounded = self.op("Cast", self.op("Round", centred), attributes={"to": self._onnx.TensorProto.UINT8})
-        zero = self.constant(np.array(128, dtype=np.uint8))
-        total = self.op("MatMulInteger", rounded, integers, zero, zero)
-        real = self.op("Cast", total, attributes={"to": self.FLOAT})
-        return self.op("Mul", self.op("Mul", real, scales), scale)
+        scale, zero = (self.constant(value) for value in steps(self._ranges.of(weight)))
+        rounded, middle = self.op("QuantizeLinear", x, scale, zero), self.constant(np.array(128, dtype=np.uint8))
+        columns, each = self.constant(integers.T), self.constant(scales)
+        shift = [] if bias is None else [self.constant(array(bias))]
+        return self.fused("MatMulIntegerToFloat", rounded, columns, scale, each, zero, middle, *shift)
 
     def rows(self, table: Tensor, ids: str) -> str:
         """A look-up of integers, and of a scale for each row."""
@@ -243,6 +219,12 @@ def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A matrix as unsigned bytes around 128 and the scale of each row: weight = scale (bytes - 128), rounded."""
     scales = np.maximum(np.abs(weight).max(1), np.float32(1e-20)) / np.float32(127)
     return (np.rint(weight / scales[:, None]) + 128).astype(np.uint8), scales
+
+
+def steps(reach: Range) -> tuple[np.ndarray, np.ndarray]:
+    """The scale and the zero of unsigned bytes that hold a range which has 0 in it: x = scale (bytes - zero)."""
+    scale = np.float32(max(reach.high - reach.low, 1e-20) / 255)
+    return np.array(scale), np.array(np.rint(-reach.low / scale), dtype=np.uint8)
 
 
 def array(tensor: Tensor) -> np.ndarray:

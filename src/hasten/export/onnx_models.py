@@ -1,6 +1,6 @@
 """The graphs of our models: what `encode`, one step of decoding, and the output layer compute."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from hasten.nn.positions import sinusoids
 from hasten.nn.stack import Encoder
 
 
-def ctc_graphs(graph: type[Graph], model: CTC, longest: int) -> dict[str, Any]:
+def ctc_graphs(graph: Callable[[], Graph], model: CTC, longest: int) -> dict[str, Any]:
     """encoder.onnx: sources of at most `longest` tokens to the states of their frames. output.onnx: states to logits.
     rows.onnx: ids to their rows of the output layer. listed.onnx: states and such rows to logits, of these ids.
 
@@ -59,9 +59,10 @@ def _listed_graph(g: Graph, model: CTC) -> Any:
     return g.model("listed")
 
 
-def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: int) -> dict[str, Any]:
-    """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. rows.onnx: ids to their rows
-    of the output layer. steps.onnx: what is said next, token by token, until a row ends.
+def autoregressive_graphs(graph: Callable[[], Graph], model: Autoregressive, longest: int) -> dict[str, Any]:
+    """encoder.onnx: sources of at most `longest` tokens to what the decoder reads of them. steps.onnx: what is said
+    next, token by token, until a row ends. rows.onnx: ids to their rows of the output layer. listed_steps.onnx: the
+    same where only such pieces can be said whose rows are given.
 
     `memory_key_*` (B, H, D, S) and `memory_value_*` (B, H, S, D) are of the source, `past_*` of the tokens said and
     `next_*` the same after these; only layers that compute them have them. Keys and values of the past are
@@ -79,8 +80,9 @@ def autoregressive_graphs(graph: type[Graph], model: Autoregressive, longest: in
             g.output(g.transpose(y, *_MEMORY[role][0]), name, kept[name])
     return {
         "encoder.onnx": g.model("encoder"),
+        "steps.onnx": _steps_graph(graph(), model, kept, longest, listed=False),
         "rows.onnx": _rows_graph(graph(), model),
-        "steps.onnx": _steps_graph(graph(), model, kept, longest),
+        "listed_steps.onnx": _steps_graph(graph(), model, kept, longest, listed=True),
     }
 
 
@@ -118,19 +120,25 @@ def _positioned(g: Graph, x: str, sizes: str, d_model: int, longest: int) -> str
 
 def _encoder(g: Graph, stack: Encoder, x: str, sizes: str, masked: str, n_heads: int) -> str:
     """All layers over x (B S, D), and the final normalisation; sizes is the vector (B, S)."""
-    d_model = stack.norm.normalized_shape[0]
-    shape = g.concat(sizes, g.numbers(-1, n_heads, d_model // n_heads))
+    d_model, sources = stack.norm.normalized_shape[0], stack.plan.sources
+    shape, flat = (g.concat(sizes, g.numbers(*rest)) for rest in ((-1, n_heads, d_model // n_heads), (-1,)))
+    batch, length = (g.op("Gather", sizes, g.numbers(axis)) for axis in (0, 1))
+    masked = g.op("Expand", masked, g.concat(batch, g.numbers(1), length, length))
     weights: dict[int, str] = {}
     for number, layer in enumerate(stack.layers):
         attention: Any = layer.get_submodule("self_attention")
         projected = g.linear(g.norm(x, layer.get_submodule("self_norm")), *_projection(attention))
-        parts = g.transpose(g.op("Reshape", projected, shape), 2, 0, 3, 1, 4)  # (roles, B, H, S, D)
-        if isinstance(attention, MultiHeadAttention):
-            q, k, parts = g.split(parts, 3, 0)
-            scores = g.op("MatMul", _scaled(g, q, d_model // n_heads), g.transpose(k, 0, 1, 2, 4, 3))
-            weights[number] = g.op("Softmax", g.op("Add", scores, masked), attributes={"axis": -1})
-        context = g.op("MatMul", weights[stack.plan.sources[number]], parts)
-        context = g.reshape(g.transpose(context, 0, 1, 3, 2, 4), -1, d_model)
+        if sources.count(number) == 1 and sources[number] == number:
+            q, k, v = g.split(g.op("Reshape", projected, flat), 3, 2)
+            context = g.fused("MultiHeadAttention", q, k, v, "", "", masked, attributes={"num_heads": n_heads})
+        else:
+            parts = g.transpose(g.op("Reshape", projected, shape), 2, 0, 3, 1, 4)  # (roles, B, H, S, D)
+            if isinstance(attention, MultiHeadAttention):
+                q, k, parts = g.split(parts, 3, 0)
+                scores = g.op("MatMul", _scaled(g, q, d_model // n_heads), g.transpose(k, 0, 1, 2, 4, 3))
+                weights[number] = g.op("Softmax", g.op("Add", scores, masked), attributes={"axis": -1})
+            context = g.transpose(g.op("MatMul", weights[sources[number]], parts), 0, 1, 3, 2, 4)
+        context = g.reshape(context, -1, d_model)
         x = g.op("Add", x, g.linear(context, attention.out_proj.weight, attention.out_proj.bias))
         x = _fed_forward(g, x, layer)
     return g.norm(x, stack.norm)
@@ -153,26 +161,30 @@ def _fed_forward(g: Graph, x: str, layer: nn.Module) -> str:
     return g.op("Add", x, g.linear(hidden, outer.weight, outer.bias))
 
 
-def _steps_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int]], longest: int) -> Any:
+def _steps_graph(
+    g: Graph, model: Autoregressive, kept: dict[str, list[str | int]], longest: int, *, listed: bool
+) -> Any:
     """The most probable tokens after `last`, one after another: at most `most`, until any row has said its end.
 
-    What may be said are n rows of the output layer, which are given, those of the special ids first; tokens are places
-    among them. `outside` (B or 1, n) is -inf at what a row of the batch does not list, `banned` (n) at what none may
-    say. Tokens and their log probabilities are (t, B).
+    Tokens and their log probabilities are (t, B). `banned` (n) is -inf at what none may say. Where they are `listed`, n
+    rows of the output layer are given, those of the special ids first, tokens are places among them, and `outside` (B
+    or 1, n) is -inf at what a row of the batch does not list; else n is the whole vocabulary.
     """
-    d_model, batch = model.spec.d_model, ["batch"]
-    g.given_rows(d_model)
+    d_model, batch, table = model.spec.d_model, ["batch"], model.embedding.weight
     last, position, most = (g.input(n, "INT64", s) for n, s in (("last", ["batch"]), ("position", [1]), ("most", [])))
     g.input(MASKED, "FLOAT", ["batch", 1, 1, "length"])
-    outside, banned = g.input("outside", "FLOAT", ["lists", "listed"]), g.input("banned", "FLOAT", ["listed"])
+    banned = g.input("banned", "FLOAT", ["listed" if listed else len(table)])
+    if listed:
+        g.given_rows(d_model)
+        g.input("outside", "FLOAT", ["lists", "listed"])
     for name, shape in kept.items():
         g.input(name, "FLOAT", shape)
     b = g.body()
     position = b.op("Add", position, b.input("round", "INT64", []))
     b.input("again", "BOOL", [])
-    x = b.op("Mul", b.rows_at(b.input("token", "INT64", batch)), b.number(d_model**0.5))
-    table = b.constant(array(sinusoids(2 * longest + 20, d_model)))
-    x = b.op("Add", x, b.op("Gather", table, position))
+    token = b.input("token", "INT64", batch)
+    x = b.op("Mul", b.rows_at(token) if listed else b.rows(table, token), b.number(d_model**0.5))
+    x = b.op("Add", x, b.op("Gather", b.constant(array(sinusoids(2 * longest + 20, d_model))), position))
     layers = _StepLayers(b, model.spec.n_heads, d_model, position)
     for number, layer in enumerate(model.decoder.layers):
         attention: Any = layer.get_submodule("self_attention")
@@ -182,7 +194,8 @@ def _steps_graph(g: Graph, model: Autoregressive, kept: dict[str, list[str | int
         normed = b.norm(x, layer.get_submodule("cross_norm")) if source == number else x
         x = b.op("Add", x, layers.over_memory(number, source, attention, normed))
         x = _fed_forward(b, x, layer)
-    logits = b.linear_by_rows(b.norm(x, model.decoder.norm), outside)
+    x = b.norm(x, model.decoder.norm)
+    logits = b.linear_by_rows(x, "outside") if listed else b.linear(x, table)
     chosen = b.op("ArgMax", b.op("Add", logits, banned), attributes={"axis": -1, "keepdims": 1})
     log_probs = b.op("LogSoftmax", logits, attributes={"axis": -1})
     said = b.reshape(chosen, -1)

@@ -135,15 +135,17 @@ class StepByStep(Engine):
         super().__init__(directory, settings, threads, shortlist)
         self._encoder = self._session("encoder.onnx", {"source", "masked"}, set())
         self._memory = [output.name for output in self._encoder.graph.get_outputs()]
-        read = {"last", "position", "most", "masked", "outside", "banned", *self._memory}
-        self._steps = self._session("steps.onnx", read, {"tokens", "scores"})
+        read, name = {"last", "position", "most", "masked", "banned", *self._memory}, "steps.onnx"
+        if shortlist is not None:
+            read, name = {*read, "outside"}, "listed_steps.onnx"
+        self._steps = self._session(name, read, {"tokens", "scores"})
         past = [entry for entry in self._steps.graph.get_inputs() if entry.name.startswith("past_")]
         self._past = {entry.name: [_AT_FIRST.get(str(size), size) for size in entry.shape[1:]] for entry in past}
         self._after = [name.replace("past_", "next_") for name in self._past]
         self._tensor = onnxruntime().OrtValue.ortvalue_from_numpy
         banned = [i for i in SPECIAL_IDS if i != EOS]
         if shortlist is None:
-            self._words: words.Vocabulary = words.Everything(self._session, banned, settings.vocabulary, self._tensor)
+            self._words: words.Vocabulary = words.Everything(banned, settings.vocabulary, self._tensor)
         else:
             self._words = words.Listed(self._session, banned, shortlist, self._tensor)
 
@@ -191,8 +193,9 @@ class StepByStep(Engine):
             "last": self._tensor(last),
             "position": self._tensor(np.array([position], dtype=np.int64)),
             "most": self._tensor(np.array(most, dtype=np.int64)),
-            "outside": self._tensor(sayable.outside),
         }
+        if sayable.outside is not None:
+            given["outside"] = self._tensor(sayable.outside)
         inputs = {**given, **sayable.given, **state}
         places, log_probs, *past = self._steps.run_values(["tokens", "scores", *self._after], inputs)
         return places.numpy(), log_probs.numpy(), {**state, **dict(zip(self._past, past, strict=True))}
@@ -212,8 +215,8 @@ def _given(path: Path) -> Path | bytes:
         return path.read_bytes()
 
 
-LISTED = ("rows.onnx", "listed.onnx")
-"""What a shortlist needs of a one-pass model: rows of the output layer, and the products with them."""
+LISTED = ("rows.onnx", "listed.onnx", "listed_steps.onnx")
+"""What a shortlist needs: rows of the output layer, and the products with them."""
 _AT_FIRST: dict[str, Any] = {"said": 0}
 """Sizes that grow with the tokens said, before there are any."""
 _ENGINES: dict[str, type[OnePass] | type[StepByStep]] = {"ctc": OnePass, "autoregressive": StepByStep}

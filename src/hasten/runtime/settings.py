@@ -9,7 +9,7 @@ from hasten.data.tokenizer import SPECIAL_IDS
 from hasten.errors import UserError
 
 SETTINGS = "hasten.json"
-_FORMAT = 4
+_FORMAT = 5
 _MOST_UPSAMPLE = 1000
 
 

@@ -73,16 +73,16 @@ class Sayable:
     """What a batch may say, token by token: n pieces, called by their places, those of all special ids first.
 
     ids (n): which pieces they are, ascending; None: all, so that places are ids. given: what the steps read of them.
-    outside (B or 1, n): -inf where a row does not list a piece itself.
+    outside (B or 1, n): -inf where a row does not list a piece itself; None where there are no lists.
     """
 
     ids: np.ndarray | None
     given: dict[str, Any]
-    outside: np.ndarray
+    outside: np.ndarray | None
 
     def select(self, rows: np.ndarray) -> "Sayable":
         """Of rows of the batch, by truth values."""
-        return self if len(self.outside) == 1 else replace(self, outside=self.outside[rows])
+        return self if self.outside is None or len(self.outside) == 1 else replace(self, outside=self.outside[rows])
 
     def pieces(self, places: np.ndarray) -> np.ndarray:
         """Ids from places."""
@@ -99,12 +99,10 @@ class Vocabulary(ABC):
 
 @final
 class Everything(Vocabulary):
-    """Every piece; the whole output layer is kept."""
+    """Every piece."""
 
-    def __init__(self, open_graph: Open, banned: Sequence[int], size: int, tensor: Tensor):
-        self._all = Sayable(
-            None, _given(_Rows(open_graph), np.arange(size), banned, tensor), np.zeros((1, size), np.float32)
-        )
+    def __init__(self, banned: Sequence[int], size: int, tensor: Tensor):
+        self._all = Sayable(None, {"banned": tensor(_never(size, banned))}, None)
 
     def of(self, sources: Sources) -> Sayable:
         """The same for all."""
@@ -125,7 +123,8 @@ class Listed(Vocabulary):
         outside = np.full((len(lists), len(ids)), -np.inf, dtype=np.float32)
         for row, own in zip(outside, lists, strict=True):
             row[np.searchsorted(ids, own)] = 0
-        return Sayable(ids, _given(self._rows, ids, self._banned, self._tensor), outside)
+        given = {**self._rows(ids), "banned": _never(len(ids), self._banned)}
+        return Sayable(ids, {name: self._tensor(value) for name, value in given.items()}, outside)
 
 
 class _Rows:
@@ -140,10 +139,11 @@ class _Rows:
         return dict(zip(self.names, self._gather.run(self.names, {"ids": ids}), strict=True))
 
 
-def _given(rows: _Rows, ids: np.ndarray, banned: Sequence[int], tensor: Tensor) -> dict[str, Any]:
-    never = np.zeros(len(ids), dtype=np.float32)
+def _never(size: int, banned: Sequence[int]) -> np.ndarray:
+    """-inf at what none may say."""
+    never = np.zeros(size, dtype=np.float32)
     never[banned] = -np.inf
-    return {name: tensor(value) for name, value in ({**rows(ids), "banned": never}).items()}
+    return never
 
 
 def best(logits: np.ndarray, banned: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
