@@ -14,6 +14,7 @@ from hasten.export.onnx_graph import onnx_package
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
 from hasten.models.ctc import CTC
+from hasten.models.dag import DAG
 from hasten.runtime.engine import onnxruntime
 from hasten.translator import Translator
 
@@ -39,7 +40,9 @@ def _to_onnx(translator: Translator, directory: Path, compute: str) -> None:
 
 PEERS = {
     "ctranslate2": Peer("CTranslate2", (engine,), (Autoregressive,), ctranslate2.check_exportable, _to_ctranslate2),
-    "onnx": Peer("ONNX Runtime", (onnx_package, onnxruntime), (Autoregressive, CTC), onnx.check_holdable, _to_onnx),
+    "onnx": Peer(
+        "ONNX Runtime", (onnx_package, onnxruntime), (Autoregressive, CTC, DAG), onnx.check_holdable, _to_onnx
+    ),
 }
 
 

@@ -38,7 +38,7 @@ def export(
     """Export a model and prove that it says the same: equal greedy outputs, equal log probabilities.
 
     ctranslate2 takes autoregressive models whose layers share nothing; onnx takes those that share attention, and ctc
-    models, too, for `hasten translate --runtime onnx` and `python -m hasten.runtime`.
+    and dag models, too, for `hasten translate --runtime onnx` and `python -m hasten.runtime`.
 
     Without --certify the sentences are the test set of the model's data where that is at hand, else 200 sentences that
     come with hasten. What differs makes exit status 1; the export is left for inspection. Quantised weights are meant

@@ -15,33 +15,41 @@ from hasten.errors import UserError
 from hasten.export.calibration import calibrate
 from hasten.export.certificate import sentences
 from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
-from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs
+from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs, dag_graphs
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
 from hasten.models.ctc import CTC
+from hasten.models.dag import DAG
 from hasten.runtime.engine import LISTED, STAMP
 from hasten.runtime.settings import SETTINGS, Settings
 
 COMPUTE = ("float32", "int8")
+Holdable = Autoregressive | CTC | DAG
+"""Kinds of models that can be written."""
 _FILES = ("encoder.onnx", "output.onnx", "steps.onnx", "step.onnx", *LISTED, SETTINGS)
 _OTHERS = ("tokenizer.model", "README.md", "certificate.json")
 
 
-def check_holdable(model: GenerationModel) -> Autoregressive | CTC:
-    """The model, where it can be written: CTC or autoregressive; full attention everywhere, in autoregressive decoders
-    SSRU and average attention with its gate, too. Else `UserError`."""
+def check_holdable(model: GenerationModel) -> Holdable:
+    """The model, where it can be written: CTC, DAG that is read by its best edges, or autoregressive; full attention
+    everywhere, in autoregressive decoders SSRU and average attention with its gate, too. Else `UserError`."""
     holds = (
-        "ONNX holds ctc and autoregressive models with full attention, shared between layers or not, and in "
+        "ONNX holds ctc, dag and autoregressive models with full attention, shared between layers or not, and in "
         "autoregressive decoders ssru and average"
     )
     kind = getattr(getattr(model, "spec", None), "kind", type(model).__name__)
-    if not isinstance(model, Autoregressive | CTC):
+    if not isinstance(model, Holdable):
         raise UserError(f"cannot export a model of kind {str(kind)!r}: {holds}; distil a ctc student from it instead")
     for name in ("encoder_attention", "decoder_attention", "cross_attention", "refiner_attention"):
         known = {"full", "ssru", "average"} if name == "decoder_attention" else {"full"}
         other = sorted({str(layer.kind) for layer in getattr(model.spec, name, ())} - known)
         if other:
             raise UserError(f"cannot export {name} of kind {', '.join(other)}: {holds}")
+    if isinstance(model, DAG) and model.spec.decoding.method not in ("greedy", "lookahead"):
+        raise UserError(
+            f"cannot export the decoding method {model.spec.decoding.method!r}: ONNX holds greedy and lookahead; set "
+            'method = "lookahead" under [model.decoding] of its config.toml'
+        )
     if isinstance(model, Autoregressive):
         _check_own_layers(model)
     return model
@@ -88,8 +96,12 @@ def export(
         lines = sentences() if calibration is None else calibration
         graph = partial(Int8Graph, calibrate(own, tokenizer, lines, max_source_tokens))
     longest = max_source_tokens + 1  # the end symbol
-    graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else autoregressive_graphs(graph, own, longest)
-    upsample = own.spec.upsample if isinstance(own, CTC) else 1
+    if isinstance(own, Autoregressive):
+        graphs, upsample = autoregressive_graphs(graph, own, longest), 1
+    elif isinstance(own, CTC):
+        graphs, upsample = ctc_graphs(graph, own, longest), own.spec.upsample
+    else:
+        graphs, upsample = dag_graphs(graph, own, longest), own.spec.upsample
     parameters = sum(parameter.numel() for parameter in own.parameters())
     settings = Settings(
         own.spec.kind,
@@ -100,6 +112,7 @@ def export(
         parameters,
         tokenizer.fingerprint,
         _stamped(graphs.values()),
+        own.spec.decoding.beta if isinstance(own, DAG) and own.spec.decoding.method == "lookahead" else 0.0,
     )
     try:
         with renewed(directory, old, last=SETTINGS) as new:

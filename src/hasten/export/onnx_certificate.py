@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hasten.decoding.refine import Decoded, final, refine
 from hasten.export.certificate import Mismatch
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.ctc import CTC
+from hasten.models.dag import DAG
 from hasten.runtime import engine
 from hasten.runtime.settings import Settings
 
@@ -87,7 +89,7 @@ class OnnxCertificate:
 
 
 def certify(
-    model: Autoregressive | CTC,
+    model: Autoregressive | CTC | DAG,
     tokenizer: Tokenizer,
     directory: str | Path,
     lines: Sequence[str],
@@ -132,7 +134,7 @@ def _gap(ours: Decoded, theirs: engine.Decoded) -> float:
 
 
 def _parting(
-    model: Autoregressive | CTC, peer: engine.Engine, source: list[int], ours: list[int], theirs: list[int]
+    model: Autoregressive | CTC | DAG, peer: engine.Engine, source: list[int], ours: list[int], theirs: list[int]
 ) -> float:
     """How much less probable, in PyTorch, the first other decision is: 0 for a perfect tie."""
     import torch
@@ -140,11 +142,32 @@ def _parting(
     with torch.inference_mode():
         if isinstance(model, CTC):
             assert isinstance(peer, engine.OnePass)
-            [(chosen, _)] = peer.frames([source])
+            [(chosen, _)] = peer.frames([source])[0]
             [log_probs] = model.frame_log_probs(model.encode(*source_batch([source])))
             picked = log_probs.gather(1, torch.from_numpy(chosen)[:, None])[:, 0]
             return float((log_probs.max(1).values - picked).max())
+        if isinstance(model, DAG):
+            return _parting_ways(model, peer, source)
         pairs: Any = zip([*ours, EOS], [*theirs, EOS], strict=False)
         place, (own, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         log_probs = model.forced_log_probs(pair_batch([(source, ours[:place])]))[-1]
         return float(log_probs[own] - log_probs[other])
+
+
+def _parting_ways(model: DAG, peer: engine.Engine, source: list[int]) -> float:
+    """The same of a way through a graph of words: the most that a word on it, or an edge with its word, falls short."""
+    import torch
+
+    assert isinstance(peer, engine.OneWay)
+    [((tokens, _), visited, _)] = peer.ways([source])
+    memory = model.encode(*source_batch([source]))
+    graph = model.graph(memory, model.inputs(memory))
+    log_probs = model.logits(graph.states[0]).float().log_softmax(-1)
+    best = (log_probs + model.banned).max(1).values
+    way = torch.from_numpy(visited)
+    picked = log_probs[way, torch.from_numpy(tokens)[way]]
+    ahead = peer.settings.beta * best
+    ahead[-1] = 0.0
+    edges, stops = graph.links[0] + ahead, [0, *visited.tolist(), len(best) - 1]
+    short = [float(edges[v].max() - edges[v, u]) for v, u in pairwise(stops)]
+    return max([*short, *(best[way] - picked).tolist()])

@@ -1,22 +1,76 @@
 """The graphs of our models: what `encode`, one step of decoding, and the output layer compute."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import nn
 
 from hasten.attention.average import AverageLayer, Gate
-from hasten.attention.multihead import MultiHeadAttention
 from hasten.attention.ssru import SSRULayer
-from hasten.data.tokenizer import EOS
+from hasten.data.tokenizer import EOS, PLACEHOLDER
 from hasten.export.onnx_graph import MASKED, Graph, array
+from hasten.export.onnx_layers import (
+    AXES,
+    Source,
+    decode_at_once,
+    encode,
+    fed_forward,
+    of_memory,
+    positioned,
+    projection,
+    scaled,
+    source,
+)
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.ctc import CTC
-from hasten.nn.following import ReuseContext, ReuseOutput, ReuseWeights
-from hasten.nn.layers import FeedForward
+from hasten.models.dag import DAG
+from hasten.nn.following import ReuseContext, ReuseOutput
+from hasten.nn.links import Links
 from hasten.nn.positions import sinusoids
-from hasten.nn.stack import Encoder
+
+
+def dag_graphs(graph: Callable[[], Graph], model: DAG, longest: int) -> dict[str, Any]:
+    """encoder.onnx: sources of at most `longest` tokens to the states of their vertices and the links between them,
+    log E (B, L, L). output.onnx, rows.onnx and listed.onnx are as of `ctc_graphs`."""
+    g, spec = graph(), model.spec
+    vertices_masked = g.input("frames_masked", "FLOAT", ["batch", 1, 1, "frames"])
+    x, sizes = source(g, model, longest)
+    read = Source(encode(g, model.encoder, x, sizes, MASKED, spec.n_heads), sizes, MASKED)
+    shape = g.concat(g.op("Mul", sizes, g.numbers(1, spec.upsample)), g.numbers(spec.d_model))
+    if spec.decoder_input == "copy":
+        each = g.op("Reshape", read.states, g.concat(sizes, g.numbers(1, spec.d_model)))
+        copies = g.op("Expand", each, g.concat(sizes, g.numbers(spec.upsample, spec.d_model)))
+        inputs = g.op("Reshape", copies, shape)
+    else:
+        inputs = g.op("Expand", g.constant(array(model.look_up(torch.tensor([[PLACEHOLDER]])))), shape)
+    sizes = g.op("Mul", sizes, g.numbers(1, spec.upsample))
+    x = positioned(g, inputs, sizes, spec.d_model, spec.upsample * longest)
+    states = decode_at_once(g, model.decoder, x, sizes, vertices_masked, spec.n_heads, read)
+    g.output(states, "states", ["rows", spec.d_model])
+    placed = positioned(g, g.op("Reshape", states, shape), sizes, spec.d_model, spec.upsample * longest)
+    g.output(_links(g, model.links, placed, sizes, vertices_masked), "links", ["batch", "frames", "frames"])
+    return {"encoder.onnx": g.model("encoder"), **_output_graphs(graph, model)}
+
+
+def _links(g: Graph, links: Links, x: str, sizes: str, masked: str) -> str:
+    """log E (B, L, L) from states with their positions (B L, D); -inf where there is no edge."""
+    shape = g.concat(sizes, g.numbers(links.n_heads, links.d_head))
+    q, k = (g.op("Reshape", g.linear(x, y.weight, y.bias), shape) for y in (links.queries, links.keys))
+    q, k = scaled(g, g.transpose(q, 0, 2, 1, 3), links.d_head), g.transpose(k, 0, 2, 3, 1)
+    gate = g.op("LogSoftmax", g.linear(x, links.gate.weight, links.gate.bias), attributes={"axis": -1})
+    gate = g.op("Reshape", gate, g.concat(sizes, g.numbers(links.n_heads, 1)))
+    length = g.op("Gather", sizes, g.constant(np.array(1)))
+    places = g.op("Range", g.constant(np.array(0)), length, g.constant(np.array(1)))
+    later = g.op("Less", g.op("Unsqueeze", places, g.numbers(1)), g.op("Unsqueeze", places, g.numbers(0)))
+    edges = g.op("And", later, g.op("Equal", masked, g.number(0.0)))
+    # A finite filler: rows without successors stay numbers.
+    scores = g.op("Where", edges, g.op("MatMul", q, k), g.number(-1e30))
+    each = g.op("Add", g.op("LogSoftmax", scores, attributes={"axis": -1}), g.transpose(gate, 0, 2, 1, 3))
+    mixed = g.op("ReduceLogSumExp", each, attributes={"axes": [1], "keepdims": 1})
+    return g.op("Squeeze", g.op("Where", edges, mixed, g.number(-np.inf)), g.numbers(1))
 
 
 def ctc_graphs(graph: Callable[[], Graph], model: CTC, longest: int) -> dict[str, Any]:
@@ -27,31 +81,35 @@ def ctc_graphs(graph: Callable[[], Graph], model: CTC, longest: int) -> dict[str
     """
     g, spec = graph(), model.spec
     frames_masked = g.input("frames_masked", "FLOAT", ["batch", 1, 1, "frames"])
-    x, sizes = _source(g, model, longest)
-    states = _encoder(g, model.encoder, x, sizes, MASKED, spec.n_heads)
+    x, sizes = source(g, model, longest)
+    states = encode(g, model.encoder, x, sizes, MASKED, spec.n_heads)
     frames = g.linear(states, model.upsample.weight, model.upsample.bias)
     sizes = g.op("Mul", sizes, g.numbers(1, spec.upsample))
     frames = g.op("Reshape", frames, g.concat(sizes, g.numbers(spec.d_model)))
-    x = _positioned(g, frames, sizes, spec.d_model, spec.upsample * longest)
-    g.output(_encoder(g, model.refiner, x, sizes, frames_masked, spec.n_heads), "states", ["rows", spec.d_model])
+    x = positioned(g, frames, sizes, spec.d_model, spec.upsample * longest)
+    g.output(encode(g, model.refiner, x, sizes, frames_masked, spec.n_heads), "states", ["rows", spec.d_model])
+    return {"encoder.onnx": g.model("encoder"), **_output_graphs(graph, model)}
+
+
+def _output_graphs(graph: Callable[[], Graph], model: CTC | DAG) -> dict[str, Any]:
+    """States to logits: of the whole vocabulary, or of rows that are given."""
     last = graph()
-    logits = last.linear(last.input("states", "FLOAT", ["rows", spec.d_model]), model.embedding.weight)
+    logits = last.linear(last.input("states", "FLOAT", ["rows", model.spec.d_model]), model.embedding.weight)
     last.output(logits, "logits", ["rows", len(model.embedding.weight)])
     return {
-        "encoder.onnx": g.model("encoder"),
         "output.onnx": last.model("output"),
         "rows.onnx": _rows_graph(graph(), model),
         "listed.onnx": _listed_graph(graph(), model),
     }
 
 
-def _rows_graph(g: Graph, model: Autoregressive | CTC) -> Any:
+def _rows_graph(g: Graph, model: Autoregressive | CTC | DAG) -> Any:
     """Ids to their rows of the output layer."""
     g.some_rows(model.embedding.weight, g.input("ids", "INT64", ["listed"]))
     return g.model("rows")
 
 
-def _listed_graph(g: Graph, model: CTC) -> Any:
+def _listed_graph(g: Graph, model: CTC | DAG) -> Any:
     """States and rows of the output layer to logits, of the ids whose rows these are."""
     states = g.input("states", "FLOAT", ["rows", model.spec.d_model])
     g.given_rows(model.spec.d_model)
@@ -69,96 +127,21 @@ def autoregressive_graphs(graph: Callable[[], Graph], model: Autoregressive, lon
     (B, H, t, D), the cells of recurrent units and the sums of averages (B, d_model).
     """
     g, heads = graph(), (model.spec.n_heads, model.spec.d_model // model.spec.n_heads)
-    x, sizes = _source(g, model, longest)
-    states = _encoder(g, model.encoder, x, sizes, MASKED, model.spec.n_heads)
+    x, sizes = source(g, model, longest)
+    states = encode(g, model.encoder, x, sizes, MASKED, model.spec.n_heads)
     shape = g.concat(sizes, g.numbers(*heads))
     kept: dict[str, list[str | int]] = {}
     for number, layer in enumerate(model.decoder.layers):
-        for role, weight, bias in _over_memory(layer.get_submodule("cross_attention"), model.spec.d_model):
+        for role, weight, bias in of_memory(layer.get_submodule("cross_attention"), model.spec.d_model):
             y, name = g.op("Reshape", g.linear(states, weight, bias), shape), f"memory_{role}_{number}"
-            kept[name] = _MEMORY[role][1](*heads)
-            g.output(g.transpose(y, *_MEMORY[role][0]), name, kept[name])
+            kept[name] = ["batch", heads[0], *([heads[1], "length"] if role == "key" else ["length", heads[1]])]
+            g.output(g.transpose(y, *AXES[role]), name, kept[name])
     return {
         "encoder.onnx": g.model("encoder"),
         "steps.onnx": _steps_graph(graph(), model, kept, longest, listed=False),
         "rows.onnx": _rows_graph(graph(), model),
         "listed_steps.onnx": _steps_graph(graph(), model, kept, longest, listed=True),
     }
-
-
-_MEMORY: dict[str, Any] = {
-    "key": ((0, 2, 3, 1), lambda heads, width: ["batch", heads, width, "length"]),
-    "value": ((0, 2, 1, 3), lambda heads, width: ["batch", heads, "length", width]),
-}
-"""The order of the axes (B, S, H, D), and the sizes then."""
-
-
-def _over_memory(attention: nn.Module, d_model: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """What a layer's attention over the encoder projects of its states: roles, weights and biases."""
-    roles = {MultiHeadAttention: ("key", "value"), ReuseWeights: ("value",)}.get(type(attention), ())
-    for number, role in enumerate(roles):
-        rows = slice((number - len(roles)) * d_model, (number - len(roles) + 1) * d_model or None)
-        bias: Any = attention.in_proj_bias
-        yield role, attention.in_proj_weight[rows], None if bias is None else bias[rows]  # type: ignore[index]
-
-
-def _source(g: Graph, model: Autoregressive | CTC, longest: int) -> tuple[str, str]:
-    """Embedded source tokens, one row below the other, and the vector (batch, length)."""
-    ids, d_model = g.input("source", "INT64", ["batch", "length"]), model.spec.d_model
-    g.input(MASKED, "FLOAT", ["batch", 1, 1, "length"])
-    sizes = g.op("Shape", ids)
-    x = g.op("Mul", g.rows(model.embedding.weight, ids), g.number(d_model**0.5))
-    return _positioned(g, x, sizes, d_model, longest), sizes
-
-
-def _positioned(g: Graph, x: str, sizes: str, d_model: int, longest: int) -> str:
-    """x (B, S, D) plus positions, its rows one below the other; sizes is the vector (B, S)."""
-    length = g.op("Slice", sizes, g.numbers(1), g.numbers(2))
-    positions = g.op("Slice", g.constant(array(sinusoids(longest, d_model))), g.numbers(0), length)
-    return g.reshape(g.op("Add", x, positions), -1, d_model)
-
-
-def _encoder(g: Graph, stack: Encoder, x: str, sizes: str, masked: str, n_heads: int) -> str:
-    """All layers over x (B S, D), and the final normalisation; sizes is the vector (B, S)."""
-    d_model, sources = stack.norm.normalized_shape[0], stack.plan.sources
-    shape, flat = (g.concat(sizes, g.numbers(*rest)) for rest in ((-1, n_heads, d_model // n_heads), (-1,)))
-    batch, length = (g.op("Gather", sizes, g.numbers(axis)) for axis in (0, 1))
-    masked = g.op("Expand", masked, g.concat(batch, g.numbers(1), length, length))
-    weights: dict[int, str] = {}
-    for number, layer in enumerate(stack.layers):
-        attention: Any = layer.get_submodule("self_attention")
-        projected = g.linear(g.norm(x, layer.get_submodule("self_norm")), *_projection(attention))
-        if sources.count(number) == 1 and sources[number] == number:
-            q, k, v = g.split(g.op("Reshape", projected, flat), 3, 2)
-            context = g.fused("MultiHeadAttention", q, k, v, "", "", masked, attributes={"num_heads": n_heads})
-        else:
-            parts = g.transpose(g.op("Reshape", projected, shape), 2, 0, 3, 1, 4)  # (roles, B, H, S, D)
-            if isinstance(attention, MultiHeadAttention):
-                q, k, parts = g.split(parts, 3, 0)
-                scores = g.op("MatMul", _scaled(g, q, d_model // n_heads), g.transpose(k, 0, 1, 2, 4, 3))
-                weights[number] = g.op("Softmax", g.op("Add", scores, masked), attributes={"axis": -1})
-            context = g.transpose(g.op("MatMul", weights[sources[number]], parts), 0, 1, 3, 2, 4)
-        context = g.reshape(context, -1, d_model)
-        x = g.op("Add", x, g.linear(context, attention.out_proj.weight, attention.out_proj.bias))
-        x = _fed_forward(g, x, layer)
-    return g.norm(x, stack.norm)
-
-
-def _projection(attention: Any) -> tuple[Tensor, Tensor | None]:
-    return attention.in_proj_weight, attention.in_proj_bias
-
-
-def _scaled(g: Graph, q: str, width: int) -> str:
-    return g.op("Mul", q, g.number(width**-0.5))
-
-
-def _fed_forward(g: Graph, x: str, layer: nn.Module) -> str:
-    """x plus the feed-forward network of its normalised rows."""
-    feed_forward = layer.get_submodule("feed_forward")
-    assert isinstance(feed_forward, FeedForward)
-    inner, outer = feed_forward.inner, feed_forward.outer
-    hidden = g.op("Relu", g.linear(g.norm(x, layer.get_submodule("feed_forward_norm")), inner.weight, inner.bias))
-    return g.op("Add", x, g.linear(hidden, outer.weight, outer.bias))
 
 
 def _steps_graph(
@@ -193,7 +176,7 @@ def _steps_graph(
         attention, source = layer.get_submodule("cross_attention"), model.decoder.cross_plan.sources[number]
         normed = b.norm(x, layer.get_submodule("cross_norm")) if source == number else x
         x = b.op("Add", x, layers.over_memory(number, source, attention, normed))
-        x = _fed_forward(b, x, layer)
+        x = fed_forward(b, x, layer)
     x = b.norm(x, model.decoder.norm)
     logits = b.linear_by_rows(x, "outside") if listed else b.linear(x, table)
     chosen = b.op("ArgMax", b.op("Add", logits, banned), attributes={"axis": -1, "keepdims": 1})
@@ -239,12 +222,12 @@ class _StepLayers:
             return self._recurrent(number, attention, x)
         if isinstance(attention, AverageLayer):
             return self._average(number, attention, x)
-        g, weight, bias = self.g, *_projection(attention)
+        g, weight, bias = self.g, *projection(attention)
         parts = [g.linear(x, weight, bias)]
         if source == number:
             q, key, *parts = g.split(parts[0], 3, 1)
             keys = self._joined("key", number, key)
-            scores = g.op("MatMul", _scaled(g, self._heads(q), self._width), g.transpose(keys, 0, 1, 3, 2))
+            scores = g.op("MatMul", scaled(g, self._heads(q), self._width), g.transpose(keys, 0, 1, 3, 2))
             self.own[number] = g.op("Softmax", scores, attributes={"axis": -1})
         values = self._joined("value", number, parts[0])
         context = g.reshape(g.op("MatMul", self.own[source], values), -1, self.d_model)
@@ -288,7 +271,7 @@ class _StepLayers:
         if isinstance(attention, ReuseOutput):
             return self.cross[source][2]
         g = self.g
-        weights = self.cross[source][0] if source != number else self._over_source(number, attention, x)
+        weights = self.cross[source][0] if source != number else self._of_memory(number, attention, x)
         if isinstance(attention, ReuseContext):
             context = self.cross[source][1]
         else:
@@ -298,10 +281,10 @@ class _StepLayers:
             self.cross[number] = weights, context, output
         return output
 
-    def _over_source(self, number: int, attention: Any, x: str) -> str:
-        g, (weight, bias) = self.g, _projection(attention)
+    def _of_memory(self, number: int, attention: Any, x: str) -> str:
+        g, (weight, bias) = self.g, projection(attention)
         q = g.linear(x, weight[: self.d_model], None if bias is None else bias[: self.d_model])
-        scores = g.op("MatMul", _scaled(g, self._heads(q), self._width), f"memory_key_{number}")
+        scores = g.op("MatMul", scaled(g, self._heads(q), self._width), f"memory_key_{number}")
         return g.op("Softmax", g.op("Add", scores, MASKED), attributes={"axis": -1})
 
     def _joined(self, role: str, number: int, new: str) -> str:

@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
@@ -99,32 +99,71 @@ def load(directory: Path, settings: Settings, threads: int = 0, shortlist: Short
     return _ENGINES[settings.kind](directory, settings, threads, shortlist)
 
 
-@final
-class OnePass(Engine):
-    """CTC: the states of all frames, the output layer over real frames, then collapse."""
+class AtOnce(Engine):
+    """All states at once, and the output layer over real ones."""
 
     def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None = None):
         super().__init__(directory, settings, threads, shortlist)
-        self._encoder = self._session("encoder.onnx", {"source", "masked", "frames_masked"}, {"states"})
-        banned = [i for i in SPECIAL_IDS if i != BLANK]
+        self._encoder = self._session("encoder.onnx", {"source", "masked", "frames_masked"}, set(self.gives))
+        banned = [i for i in SPECIAL_IDS if i not in self.says]
         if shortlist is None:
             self._words: words.Frames = words.EveryFrame(self._session, banned)
         else:
             self._words = words.ListedFrames(self._session, banned, shortlist)
 
-    def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
-        """One pass, and the most probable token of every frame."""
-        return [Decoded(*collapse(*row), 1) for row in self.frames(sources)]
+    gives: ClassVar[tuple[str, ...]] = ("states",)
+    """What its encoder leaves, the states first."""
+    says: ClassVar[tuple[int, ...]] = ()
+    """The special ids that it may say."""
 
-    def frames(self, sources: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each source the token of every frame and its log probability."""
+    def frames(self, sources: Sequence[Sequence[int]]) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
+        """Of each source the token of every frame and its log probability; and what the encoder left besides."""
         source, real = source_batch(sources)
         frames = real.repeat(self.settings.upsample, 1)
         inputs = {"source": source, "masked": masked(real), "frames_masked": masked(frames)}
-        [states] = self._encoder.run(["states"], inputs)
+        states, *others = self._encoder.run(self.gives, inputs)
         tokens, scores = self._words.best(states[frames.ravel()], frames.sum(1), sources)
         ends = np.cumsum(frames.sum(1))[:-1]
-        return list(zip(np.split(tokens, ends), np.split(scores, ends), strict=True))
+        return list(zip(np.split(tokens, ends), np.split(scores, ends), strict=True)), others
+
+
+@final
+class OnePass(AtOnce):
+    """CTC: the most probable token of every frame, then collapse."""
+
+    says = (BLANK,)
+
+    def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
+        """One pass."""
+        return [Decoded(*collapse(*row), 1) for row in self.frames(sources)[0]] if sources else []
+
+
+@final
+class OneWay(AtOnce):
+    """A graph of words: from vertex to vertex by the best edge, with its word as far as `beta` says."""
+
+    gives = ("states", "links")
+
+    def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
+        """One pass."""
+        found = []
+        for (tokens, words_), way, edges in self.ways(sources) if sources else ():
+            scores = words_[way] + edges
+            if np.isnan(scores).any():
+                raise UserError(NOT_FINITE)
+            found.append(Decoded(tokens[way].tolist(), scores.tolist(), 1))
+        return found
+
+    def ways(
+        self, sources: Sequence[Sequence[int]]
+    ) -> list[tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]]:
+        """Of each source the tokens of its vertices and their log probabilities, the vertices that are visited, and log
+        probabilities of the edges to these, that of the edge to the end in the last."""
+        found, [links] = self.frames(sources)
+        return [
+            (row, *way(own[: len(row[0]), : len(row[0])], row[1], self.settings.beta))
+            for row, own in zip(found, links, strict=True)
+        ]
 
 
 @final
@@ -219,7 +258,11 @@ LISTED = ("rows.onnx", "listed.onnx", "listed_steps.onnx")
 """What a shortlist needs: rows of the output layer, and the products with them."""
 _AT_FIRST: dict[str, Any] = {"said": 0}
 """Sizes that grow with the tokens said, before there are any."""
-_ENGINES: dict[str, type[OnePass] | type[StepByStep]] = {"ctc": OnePass, "autoregressive": StepByStep}
+_ENGINES: dict[str, type[OnePass] | type[OneWay] | type[StepByStep]] = {
+    "ctc": OnePass,
+    "dag": OneWay,
+    "autoregressive": StepByStep,
+}
 
 
 def source_batch(sources: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -234,6 +277,22 @@ def source_batch(sources: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarr
 def masked(real: np.ndarray) -> np.ndarray:
     """What is added to scores, (B, 1, 1, S): 0 where `real` (B, S), else -inf."""
     return np.where(real, np.float32(0), np.float32(-np.inf))[:, None, None, :]
+
+
+def way(links: np.ndarray, scores: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """From the first of L vertices to the last, always on to the one with the highest of links[v, u] + beta scores[u]:
+    the vertices between, and their links, the last with that to the end. See `hasten.decoding.dag_paths`."""
+    end, ahead = len(links) - 1, beta * scores
+    ahead[-1] = 0.0
+    following = np.maximum((links + ahead).argmax(1), np.arange(len(links)) + 1).tolist()
+    visited, here = [0], following[0]
+    while here < end:
+        visited.append(here)
+        here = following[here]
+    edges = links[visited, [*visited[1:], end]]
+    if len(edges) > 1:
+        edges[-2] += edges[-1]
+    return np.array(visited[1:], dtype=np.int64), edges[:-1]
 
 
 def collapse(tokens: np.ndarray, scores: np.ndarray) -> tuple[list[int], list[float]]:

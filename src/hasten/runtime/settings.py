@@ -1,6 +1,7 @@
 """What an exported directory says about itself."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,9 +16,10 @@ _MOST_UPSAMPLE = 1000
 
 @dataclass(frozen=True)
 class Settings:
-    """kind: "ctc" or "autoregressive". compute: how weights are held. max_source_tokens: the longest source, without
-    its end symbol. upsample: frames of a source token. vocabulary: pieces of the output layer. parameters: of the model
-    that was exported. tokenizer: the fingerprint of its tokenizer. graphs: the name that each of its graphs keeps."""
+    """kind: "ctc", "dag" or "autoregressive". compute: how weights are held. max_source_tokens: the longest source,
+    without its end symbol. upsample: frames of a source token. vocabulary: pieces of the output layer. parameters: of
+    the model that was exported. tokenizer: the fingerprint of its tokenizer. graphs: the name that each of its graphs
+    keeps. beta: of dag, the weight of a word's log probability beside that of the edge to it."""
 
     kind: str
     compute: str
@@ -27,6 +29,7 @@ class Settings:
     parameters: int
     tokenizer: str
     graphs: str
+    beta: float = 0.0
 
     def write(self, directory: Path) -> None:
         """Write them into a directory."""
@@ -67,3 +70,5 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}, allowed {least} to {most}")
+        if not isinstance(self.beta, int | float) or isinstance(self.beta, bool) or not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta!r}, allowed 0 or more")
