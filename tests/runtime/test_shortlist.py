@@ -53,7 +53,8 @@ def directories(translators, tmp_path_factory):
         for compute in ("float32", "int8"):
             found[kind, compute] = out / f"{kind}-{compute}"
             limit = own.max_source_tokens
-            export(own.model, own.tokenizer, found[kind, compute], max_source_tokens=limit, compute=compute)
+            given = {"max_source_tokens": limit, "compute": compute, "calibration": LINES}
+            export(own.model, own.tokenizer, found[kind, compute], **given)
     return found
 
 
