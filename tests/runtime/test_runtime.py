@@ -137,6 +137,8 @@ def test_a_mistake_is_one_line(pairs, tmp_path: Path):
 SETTINGS = [
     ("kind", ["ctc"]), ("compute", 3), ("max_source_tokens", "x"), ("max_source_tokens", 0), ("upsample", 0),
     ("upsample", True), ("upsample", 10**9), ("parameters", None), ("tokenizer", 1),
+    ("beta", -1.0), ("beta", "1"), ("beta", True), ("beta", float("nan")),
+    ("beta", 10**40), ("beta", 1e31),
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import hasten
 from hasten.bench.contestant import Contestant
@@ -11,10 +11,9 @@ from hasten.errors import UserError
 from hasten.export import ctranslate2, onnx
 from hasten.export.engine import engine
 from hasten.export.onnx_graph import onnx_package
+from hasten.export.onnx_models import Holdable
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
-from hasten.models.ctc import CTC
-from hasten.models.dag import DAG
 from hasten.runtime.engine import onnxruntime
 from hasten.translator import Translator
 
@@ -40,9 +39,7 @@ def _to_onnx(translator: Translator, directory: Path, compute: str) -> None:
 
 PEERS = {
     "ctranslate2": Peer("CTranslate2", (engine,), (Autoregressive,), ctranslate2.check_exportable, _to_ctranslate2),
-    "onnx": Peer(
-        "ONNX Runtime", (onnx_package, onnxruntime), (Autoregressive, CTC, DAG), onnx.check_holdable, _to_onnx
-    ),
+    "onnx": Peer("ONNX Runtime", (onnx_package, onnxruntime), get_args(Holdable), onnx.check_holdable, _to_onnx),
 }
 
 

@@ -45,8 +45,14 @@ def lookahead(
 
     The last vertex, which says nothing, has words 0.
     """
-    said = words.masked_fill(~inner(vertices, words.shape[1]), 0.0)
-    return follow(links + beta * said[:, None], vertices)
+    return follow(ahead(links, words, vertices, beta), vertices)
+
+
+def ahead(
+    links: Float[Tensor, "B L L"], words: Float[Tensor, "B L"], vertices: Int[Tensor, "B"], beta: float
+) -> Float[Tensor, "B L L"]:
+    """What `lookahead` compares, [v, u]."""
+    return links + beta * words.masked_fill(~inner(vertices, words.shape[1]), 0.0)[:, None]
 
 
 def viterbi(

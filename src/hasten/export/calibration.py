@@ -36,7 +36,8 @@ class Ranges:
     def see(self, weight: Tensor, x: Tensor) -> None:
         """Inputs `x` of a product with `weight`; `UserError` where they are no numbers."""
         if x.numel():
-            old, key = self._seen.get(_rows(weight), Range(0.0, 0.0)), _rows(weight)
+            key = _rows(weight)
+            old = self._seen.get(key, Range(0.0, 0.0))
             low, high = (float(bound) for bound in x.detach().aminmax())
             if not math.isfinite(low) or not math.isfinite(high):
                 raise UserError(NOT_FINITE)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hasten.errors import UserError
 from hasten.export.calibration import calibrate
 from hasten.export.certificate import sentences
 from hasten.export.onnx_graph import Float32Graph, Graph, Int8Graph, onnx_package
-from hasten.export.onnx_models import autoregressive_graphs, ctc_graphs, dag_graphs
+from hasten.export.onnx_models import Holdable, autoregressive_graphs, beta, ctc_graphs, dag_graphs
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.base import GenerationModel
 from hasten.models.ctc import CTC
@@ -24,8 +25,8 @@ from hasten.runtime.engine import LISTED, STAMP
 from hasten.runtime.settings import SETTINGS, Settings
 
 COMPUTE = ("float32", "int8")
-Holdable = Autoregressive | CTC | DAG
-"""Kinds of models that can be written."""
+_MOST_OF_POSITIONS = 2**30
+"""Bytes; a graph in ONNX ends at 2 GB."""
 _FILES = ("encoder.onnx", "output.onnx", "steps.onnx", "step.onnx", *LISTED, SETTINGS)
 _OTHERS = ("tokenizer.model", "README.md", "certificate.json")
 
@@ -91,29 +92,28 @@ def export(
     own = check_holdable(model)
     onnx = onnx_package()
     old = replaceable(directory, "an ONNX model of hasten", _FILES, _OTHERS, force=force)
-    graph: Callable[[], Graph] = Float32Graph
-    if compute == "int8":
-        lines = sentences() if calibration is None else calibration
-        graph = partial(Int8Graph, calibrate(own, tokenizer, lines, max_source_tokens))
-    longest = max_source_tokens + 1  # the end symbol
-    if isinstance(own, Autoregressive):
-        graphs, upsample = autoregressive_graphs(graph, own, longest), 1
-    elif isinstance(own, CTC):
-        graphs, upsample = ctc_graphs(graph, own, longest), own.spec.upsample
-    else:
-        graphs, upsample = dag_graphs(graph, own, longest), own.spec.upsample
-    parameters = sum(parameter.numel() for parameter in own.parameters())
     settings = Settings(
         own.spec.kind,
         compute,
         max_source_tokens,
-        upsample,
+        1 if isinstance(own, Autoregressive) else own.spec.upsample,
         len(own.embedding.weight),
-        parameters,
+        sum(parameter.numel() for parameter in own.parameters()),
         tokenizer.fingerprint,
-        _stamped(graphs.values()),
-        own.spec.decoding.beta if isinstance(own, DAG) and own.spec.decoding.method == "lookahead" else 0.0,
+        "",
+        beta(own) if isinstance(own, DAG) else 0.0,
     )
+    longest = max_source_tokens + 1  # the end symbol
+    _check_readable(settings, longest * own.spec.d_model * 4)
+    graph: Callable[[], Graph] = Float32Graph
+    if compute == "int8":
+        lines = sentences() if calibration is None else calibration
+        graph = partial(Int8Graph, calibrate(own, tokenizer, lines, max_source_tokens))
+    if isinstance(own, Autoregressive):
+        graphs = autoregressive_graphs(graph, own, longest)
+    else:
+        graphs = ctc_graphs(graph, own, longest) if isinstance(own, CTC) else dag_graphs(graph, own, longest)
+    settings = replace(settings, graphs=_stamped(graphs.values()))
     try:
         with renewed(directory, old, last=SETTINGS) as new:
             for name, written in graphs.items():
@@ -124,6 +124,19 @@ def export(
     except OSError as error:
         raise UserError(f"cannot write {directory}: {error.strerror}; give another --out, or --force later") from error
     return directory
+
+
+def _check_readable(settings: Settings, positions: int) -> None:
+    """`UserError` for what the runtime would refuse to read, or ONNX to hold; `positions`: bytes of a source's."""
+    try:
+        settings.check()
+    except ValueError as error:
+        raise UserError(f"cannot export this model: {error}") from error
+    if positions * settings.upsample > _MOST_OF_POSITIONS:
+        raise UserError(
+            f"cannot export this model: the positions of {settings.max_source_tokens} source tokens do not fit into an "
+            "ONNX graph; lower data.max_tokens in its config.toml"
+        )
 
 
 def _stamped(graphs: Collection[Any]) -> str:

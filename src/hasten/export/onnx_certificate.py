@@ -9,9 +9,10 @@ from typing import Any
 
 from hasten.data.batch import pair_batch, source_batch
 from hasten.data.tokenizer import EOS, Tokenizer
+from hasten.decoding.dag_paths import ahead
 from hasten.decoding.refine import Decoded, final, refine
 from hasten.export.certificate import Mismatch
-from hasten.models.autoregressive import Autoregressive
+from hasten.export.onnx_models import Holdable, beta
 from hasten.models.ctc import CTC
 from hasten.models.dag import DAG
 from hasten.runtime import engine
@@ -89,7 +90,7 @@ class OnnxCertificate:
 
 
 def certify(
-    model: Autoregressive | CTC | DAG,
+    model: Holdable,
     tokenizer: Tokenizer,
     directory: str | Path,
     lines: Sequence[str],
@@ -120,8 +121,8 @@ def certify(
             reason = f"PyTorch says {texts[0][-1]!r}, ONNX Runtime {texts[1][-1]!r}"
             mismatches.append(Mismatch(i + 1, lines[i].strip(), reason))
     likeness, bleu = 0.0, None
-    if kept:
-        likeness = quality(texts[1], texts[0]).bleu
+    if kept:  # BLEU of texts of fewer than four words is 0, whatever they are compared with
+        likeness = 100.0 if texts[0] == texts[1] else quality(texts[1], texts[0]).bleu
     if kept and references is not None:
         against = [references[i] for i in kept]
         bleu = quality(texts[0], against).bleu, quality(texts[1], against).bleu
@@ -133,9 +134,7 @@ def _gap(ours: Decoded, theirs: engine.Decoded) -> float:
     return max((abs(a - b) for a, b in zip(ours.scores, theirs.scores, strict=True)), default=0.0)
 
 
-def _parting(
-    model: Autoregressive | CTC | DAG, peer: engine.Engine, source: list[int], ours: list[int], theirs: list[int]
-) -> float:
+def _parting(model: Holdable, peer: engine.Engine, source: list[int], ours: list[int], theirs: list[int]) -> float:
     """How much less probable, in PyTorch, the first other decision is: 0 for a perfect tie."""
     import torch
 
@@ -166,8 +165,7 @@ def _parting_ways(model: DAG, peer: engine.Engine, source: list[int]) -> float:
     best = (log_probs + model.banned).max(1).values
     way = torch.from_numpy(visited)
     picked = log_probs[way, torch.from_numpy(tokens)[way]]
-    ahead = peer.settings.beta * best
-    ahead[-1] = 0.0
-    edges, stops = graph.links[0] + ahead, [0, *visited.tolist(), len(best) - 1]
+    [edges] = ahead(graph.links, best[None], graph.vertices, beta(model))
+    stops = [0, *visited.tolist(), len(best) - 1]
     short = [float(edges[v].max() - edges[v, u]) for v, u in pairwise(stops)]
     return max([*short, *(best[way] - picked).tolist()])

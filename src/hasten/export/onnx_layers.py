@@ -1,6 +1,6 @@
 """The layers of our models as graphs: embedded sources, stacks of layers over whole sequences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,28 @@ class OverItself:
         return g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
 
 
+class Reading:
+    """What layers' attention over the source leaves, and what of it other layers use (`shared_of_cross`)."""
+
+    def __init__(self, g: Graph):
+        self._g = g
+        self._left: dict[int, tuple[str, str, str]] = {}
+
+    def output(
+        self, number: int, source: int, attention: Any, weigh: Callable[[], str], mix: Callable[[str], str]
+    ) -> str:
+        """Of a layer that follows layer `source`, perhaps itself: `weigh` gives weights, `mix` contexts from these."""
+        g = self._g
+        if isinstance(attention, ReuseOutput):
+            return self._left[source][2]
+        weights = weigh() if source == number else self._left[source][0]
+        context = self._left[source][1] if isinstance(attention, ReuseContext) else mix(weights)
+        output = g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
+        if source == number:
+            self._left[number] = weights, context, output
+        return output
+
+
 class OverSource:
     """Attention of a decoder's layers over the encoder's states, for all places at once; sizes is the vector (B, T)."""
 
@@ -110,34 +132,27 @@ class OverSource:
         self._g, self._sources, self._d_model, self._read = g, sources, d_model, read
         heads = g.numbers(n_heads, d_model // n_heads)
         self._places, self._there = g.concat(sizes, heads), g.concat(read.sizes, heads)
-        self._width = d_model // n_heads
-        self._kept: dict[int, tuple[str, str, str]] = {}
+        self._width, self._reading = d_model // n_heads, Reading(g)
 
     def output(self, number: int, attention: Any, x: str) -> str:
         """Of a layer at normalised x (B T, D): its own, or what it uses of another's."""
-        g, source = self._g, self._sources[number]
-        if isinstance(attention, ReuseOutput):
-            return self._kept[source][2]
+        g = self._g
         there = {
             role: g.transpose(g.op("Reshape", g.linear(self._read.states, weight, bias), self._there), *AXES[role])
             for role, weight, bias in of_memory(attention, self._d_model)
         }
-        if source == number:
+
+        def weights() -> str:
             weight, bias = projection(attention)
             q = g.linear(x, weight[: self._d_model], None if bias is None else bias[: self._d_model])
             q = scaled(g, g.transpose(g.op("Reshape", q, self._places), 0, 2, 1, 3), self._width)
             scores = g.op("Add", g.op("MatMul", q, there["key"]), self._read.masked)
-            weights = g.op("Softmax", scores, attributes={"axis": -1})
-        else:
-            weights = self._kept[source][0]
-        if isinstance(attention, ReuseContext):
-            context = self._kept[source][1]
-        else:
-            context = g.reshape(g.transpose(g.op("MatMul", weights, there["value"]), 0, 2, 1, 3), -1, self._d_model)
-        output = g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
-        if source == number:
-            self._kept[number] = weights, context, output
-        return output
+            return g.op("Softmax", scores, attributes={"axis": -1})
+
+        def mixed(weights: str) -> str:
+            return g.reshape(g.transpose(g.op("MatMul", weights, there["value"]), 0, 2, 1, 3), -1, self._d_model)
+
+        return self._reading.output(number, self._sources[number], attention, weights, mixed)
 
 
 AXES = {"key": (0, 2, 3, 1), "value": (0, 2, 1, 3)}

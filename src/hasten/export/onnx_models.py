@@ -14,6 +14,7 @@ from hasten.data.tokenizer import EOS, PLACEHOLDER
 from hasten.export.onnx_graph import MASKED, Graph, array
 from hasten.export.onnx_layers import (
     AXES,
+    Reading,
     Source,
     decode_at_once,
     encode,
@@ -27,9 +28,16 @@ from hasten.export.onnx_layers import (
 from hasten.models.autoregressive import Autoregressive
 from hasten.models.ctc import CTC
 from hasten.models.dag import DAG
-from hasten.nn.following import ReuseContext, ReuseOutput
 from hasten.nn.links import Links
 from hasten.nn.positions import sinusoids
+
+Holdable = Autoregressive | CTC | DAG
+"""Kinds of models that can be written."""
+
+
+def beta(model: DAG) -> float:
+    """The weight of a word beside the edge to it: that of lookahead; greedy asks for no words."""
+    return model.spec.decoding.beta if model.spec.decoding.method == "lookahead" else 0.0
 
 
 def dag_graphs(graph: Callable[[], Graph], model: DAG, longest: int) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def _output_graphs(graph: Callable[[], Graph], model: CTC | DAG) -> dict[str, An
     }
 
 
-def _rows_graph(g: Graph, model: Autoregressive | CTC | DAG) -> Any:
+def _rows_graph(g: Graph, model: Holdable) -> Any:
     """Ids to their rows of the output layer."""
     g.some_rows(model.embedding.weight, g.input("ids", "INT64", ["listed"]))
     return g.model("rows")
@@ -209,12 +217,15 @@ class _StepLayers:
     position: str
     own: dict[int, str] = field(default_factory=dict)
     """Weights over the past, by layer."""
-    cross: dict[int, tuple[str, str, str]] = field(default_factory=dict)
-    """Weights, context and output of attention over the source, by layer."""
+    cross: Reading = field(init=False)
+    """Of attention over the source."""
     before: list[tuple[str, list[str | int]]] = field(default_factory=list)
     """Names and sizes of what is read of the past."""
     after: list[tuple[str, str, list[str | int], str]] = field(default_factory=list)
     """The same, with this position: name, tensor, sizes, type."""
+
+    def __post_init__(self) -> None:
+        self.cross = Reading(self.g)
 
     def over_past(self, number: int, source: int, attention: Any, x: str) -> str:
         """Self-attention of a layer at the new position, after its values (and keys) joined those so far."""
@@ -268,20 +279,13 @@ class _StepLayers:
 
     def over_memory(self, number: int, source: int, attention: Any, x: str) -> str:
         """A layer's attention over the source: its own, or what it uses of another layer's."""
-        if isinstance(attention, ReuseOutput):
-            return self.cross[source][2]
-        g = self.g
-        weights = self.cross[source][0] if source != number else self._of_memory(number, attention, x)
-        if isinstance(attention, ReuseContext):
-            context = self.cross[source][1]
-        else:
-            context = g.reshape(g.op("MatMul", weights, f"memory_value_{number}"), -1, self.d_model)
-        output = g.linear(context, attention.out_proj.weight, attention.out_proj.bias)
-        if source == number:
-            self.cross[number] = weights, context, output
-        return output
 
-    def _of_memory(self, number: int, attention: Any, x: str) -> str:
+        def mixed(weights: str) -> str:
+            return self.g.reshape(self.g.op("MatMul", weights, f"memory_value_{number}"), -1, self.d_model)
+
+        return self.cross.output(number, source, attention, lambda: self._weights(number, attention, x), mixed)
+
+    def _weights(self, number: int, attention: Any, x: str) -> str:
         g, (weight, bias) = self.g, projection(attention)
         q = g.linear(x, weight[: self.d_model], None if bias is None else bias[: self.d_model])
         scores = g.op("MatMul", scaled(g, self._heads(q), self._width), f"memory_key_{number}")

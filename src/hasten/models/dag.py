@@ -18,7 +18,7 @@ from hasten.decoding.dag_beam import prefix_beam_search
 from hasten.decoding.dag_loss import best_path, dag_loss, inner, words_carried
 from hasten.decoding.dag_paths import greedy, lookahead, viterbi
 from hasten.errors import NOT_FINITE, UserError
-from hasten.fields import NonNegativeFloat, PositiveInt, Share, Spec
+from hasten.fields import Factor, PositiveInt, Share, Spec
 from hasten.models.base import Canvas, Edit, Memory, ObserveAttention, reported
 from hasten.models.encoder_decoder import EncoderDecoderSpec, fewest, less_one
 from hasten.models.tied import Tied
@@ -37,7 +37,7 @@ class DAGDecoding(Spec):
 
     method: Literal["greedy", "lookahead", "viterbi", "beam"] = "lookahead"
     """By the best edge, the best edge with its word, the best path of all, or the best output over all its paths."""
-    beta: NonNegativeFloat = 1.0
+    beta: Factor = 1.0
     """Lookahead: the weight of a word's log probability beside that of the edge to it."""
     length_power: Annotated[float, Ge(0), Le(8)] = 1.0
     """Viterbi and beam rank by log probability / words ** length_power: 0 favours short outputs, 1 none."""

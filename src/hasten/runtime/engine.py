@@ -102,6 +102,11 @@ def load(directory: Path, settings: Settings, threads: int = 0, shortlist: Short
 class AtOnce(Engine):
     """All states at once, and the output layer over real ones."""
 
+    gives: ClassVar[tuple[str, ...]] = ("states",)
+    """What its encoder leaves, the states first."""
+    says: ClassVar[tuple[int, ...]] = ()
+    """The special ids that it may say."""
+
     def __init__(self, directory: Path, settings: Settings, threads: int, shortlist: Shortlist | None = None):
         super().__init__(directory, settings, threads, shortlist)
         self._encoder = self._session("encoder.onnx", {"source", "masked", "frames_masked"}, set(self.gives))
@@ -110,11 +115,6 @@ class AtOnce(Engine):
             self._words: words.Frames = words.EveryFrame(self._session, banned)
         else:
             self._words = words.ListedFrames(self._session, banned, shortlist)
-
-    gives: ClassVar[tuple[str, ...]] = ("states",)
-    """What its encoder leaves, the states first."""
-    says: ClassVar[tuple[int, ...]] = ()
-    """The special ids that it may say."""
 
     def frames(self, sources: Sequence[Sequence[int]]) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
         """Of each source the token of every frame and its log probability; and what the encoder left besides."""
@@ -147,11 +147,11 @@ class OneWay(AtOnce):
     def decode(self, sources: Sequence[Sequence[int]]) -> list[Decoded]:
         """One pass."""
         found = []
-        for (tokens, words_), way, edges in self.ways(sources) if sources else ():
-            scores = words_[way] + edges
+        for (tokens, log_probs), visited, edges in self.ways(sources) if sources else ():
+            scores = log_probs[visited] + edges
             if np.isnan(scores).any():
                 raise UserError(NOT_FINITE)
-            found.append(Decoded(tokens[way].tolist(), scores.tolist(), 1))
+            found.append(Decoded(tokens[visited].tolist(), scores.tolist(), 1))
         return found
 
     def ways(
@@ -161,7 +161,7 @@ class OneWay(AtOnce):
         probabilities of the edges to these, that of the edge to the end in the last."""
         found, [links] = self.frames(sources)
         return [
-            (row, *way(own[: len(row[0]), : len(row[0])], row[1], self.settings.beta))
+            (row, *follow(own[: len(row[0]), : len(row[0])], row[1], self.settings.beta))
             for row, own in zip(found, links, strict=True)
         ]
 
@@ -279,10 +279,10 @@ def masked(real: np.ndarray) -> np.ndarray:
     return np.where(real, np.float32(0), np.float32(-np.inf))[:, None, None, :]
 
 
-def way(links: np.ndarray, scores: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
+def follow(links: np.ndarray, scores: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
     """From the first of L vertices to the last, always on to the one with the highest of links[v, u] + beta scores[u]:
     the vertices between, and their links, the last with that to the end. See `hasten.decoding.dag_paths`."""
-    end, ahead = len(links) - 1, beta * scores
+    end, ahead = len(links) - 1, float(beta) * scores
     ahead[-1] = 0.0
     following = np.maximum((links + ahead).argmax(1), np.arange(len(links)) + 1).tolist()
     visited, here = [0], following[0]

@@ -1,7 +1,6 @@
 """What an exported directory says about itself."""
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hasten.errors import UserError
 SETTINGS = "hasten.json"
 _FORMAT = 5
 _MOST_UPSAMPLE = 1000
+_MOST_BETA = 1e30
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Settings:
     parameters: int
     tokenizer: str
     graphs: str
-    beta: float = 0.0
+    beta: float
 
     def write(self, directory: Path) -> None:
         """Write them into a directory."""
@@ -45,7 +45,7 @@ class Settings:
             if (version := found.pop("format")) != _FORMAT:
                 raise UserError(f"{path} has format {version}, this hasten reads {_FORMAT}; export the model again")
             settings = Settings(**found)
-            settings._check()
+            settings.check()
             return settings
         except OSError as error:
             advice = "write such a directory with: hasten export --to onnx"
@@ -55,7 +55,7 @@ class Settings:
                 raise
             raise UserError(f"{path} is damaged: {error}; export the model again") from error
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """ValueError for what is of another type or out of range."""
         for name in ("kind", "compute", "tokenizer", "graphs"):
             if not isinstance(value := getattr(self, name), str):
@@ -70,5 +70,5 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}, allowed {least} to {most}")
-        if not isinstance(self.beta, int | float) or isinstance(self.beta, bool) or not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta!r}, allowed 0 or more")
+        if not isinstance(self.beta, int | float) or isinstance(self.beta, bool) or not 0 <= self.beta <= _MOST_BETA:
+            raise ValueError(f"beta is {self.beta!r}, allowed 0 to {_MOST_BETA:g}")
